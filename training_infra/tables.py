@@ -183,26 +183,26 @@ def _short_duration(seconds: float) -> str:
 def print_variants(variants: "Sequence[ModelVariant]", device: str, *, markdown: bool) -> None:
     """Print a line for each model variant; with ``markdown``, the table of docs/models.md."""
     if markdown:
-        full, lora = (f"{what}: {device} x GB used" for what in ("full", "LoRA"))
-        print_line(f"| model | parameters | context | vocabulary | {full} | {lora} |")
-        print_line("|---|---|---|---|---|---|")
+        full, lora, qlora = (f"{what}: {device} x GB used" for what in ("full", "LoRA", "QLoRA"))
+        print_line(f"| model | parameters | context | vocabulary | {full} | {lora} | {qlora} |")
+        print_line("|---|---|---|---|---|---|---|")
         for one in variants:
             spec = one.spec
             print_line(
                 f"| `{spec.name}` | {format_count(spec.num_parameters)} | {spec.max_context:,} | {spec.vocab_size:,} | "
-                f"{_least(one.full)} | {_least(one.lora)} |"
+                f"{_least(one.full)} | {_least(one.lora)} | {_least(one.qlora)} |"
             )
         return
     print_line(
         f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}"
-        f"{'full':>16}{'LoRA':>16}   fewest {device} x GB used"
+        f"{'full':>16}{'LoRA':>16}{'QLoRA':>16}   fewest {device} x GB used"
     )
     for one in variants:
         spec = one.spec
         print_line(
             f"{spec.name:<22}{spec.num_parameters:>18,}{spec.num_layers:>8}{spec.hidden_size:>8}{spec.num_heads:>7}"
             f"{spec.num_kv_heads:>5}{spec.vocab_size:>9,}{spec.max_context:>9,}"
-            f"{_least(one.full):>16}{_least(one.lora):>16}"
+            f"{_least(one.full):>16}{_least(one.lora):>16}{_least(one.qlora):>16}"
         )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec, model_names, model_spec
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import StrategyName
 from llama_core.planning.search.leanest import Least, least_devices
 
 
@@ -20,10 +19,12 @@ class ModelVariant:
     """The fewest GPUs that can train every weight; None if none up to ``MOST_DEVICES`` can."""
     lora: Least | None
     """The fewest GPUs that can train adapters."""
+    qlora: Least | None
+    """The fewest GPUs that can train adapters over matrices in NF4."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the variant as a record."""
-        found = {"full": self.full, "lora": self.lora}
+        found = {"full": self.full, "lora": self.lora, "qlora": self.qlora}
         return (
             asdict(self.spec)
             | {"num_parameters": self.spec.num_parameters}
@@ -42,20 +43,15 @@ def list_variants(gpu_type: str) -> list[ModelVariant]:
     return [ModelVariant(model_spec(name), *_least(name, gpu_type)) for name in model_names()]
 
 
-def _least(name: str, gpu_type: str) -> tuple[Least | None, Least | None]:
+def _least(name: str, gpu_type: str) -> tuple[Least | None, ...]:
     weights = name.removesuffix("_instruct")
     same = weights if weights in model_names() else name
-    return _of_strategy(same, gpu_type, "standard"), _of_strategy(same, gpu_type, "lora")
+    overrides = ("strategy=standard",), ("strategy=lora",), ("strategy=lora", "lora.base=nf4")
+    return tuple(_with(same, gpu_type, *chosen) for chosen in overrides)
 
 
 @cache
-def _of_strategy(name: str, gpu_type: str, strategy: StrategyName) -> Least | None:
-    config = RunConfig.from_mapping(
-        {
-            "model": name,
-            "strategy": strategy,
-            "training": {"precision": "bf16"},
-            "launch": {"device": "cuda", "gpu_type": gpu_type},
-        }
-    )
-    return least_devices(config, gpu_spec(gpu_type))
+def _with(name: str, gpu_type: str, *overrides: str) -> Least | None:
+    launch = {"device": "cuda", "gpu_type": gpu_type}
+    request = {"model": name, "training": {"precision": "bf16"}, "launch": launch}
+    return least_devices(RunConfig.from_mapping(request, overrides), gpu_spec(gpu_type))

@@ -338,7 +338,8 @@ class ModelSpec:
         if self.lora is None or self.lora.base == "plain":
             return frozenset()
         frozen = self.parameter_shapes.keys() - self.trained_in_full
-        return frozenset(name for name in frozen if matrix_name(name.removesuffix(".weight")) in MATRICES)
+        matrices = (name for name in frozen if name.endswith(".weight"))
+        return frozenset(name for name in matrices if matrix_name(name.removesuffix(".weight")) in MATRICES)
 
     @cached_property
     def layers(self) -> tuple[LayerTraits, ...]:

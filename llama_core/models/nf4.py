@@ -25,9 +25,9 @@ from llama_core.errors import WeightsError
 from llama_core.models.layers import Linear, local_part, multiply_own_part
 from llama_core.models.quantised import QuantisedTensor
 from llama_core.models.weight_files import StoredTensor
+from llama_core.planning.program.nf4 import BLOCK_BYTES, UNPACKED_AT_ONCE
 
 BLOCK = NF4_BLOCK
-BLOCK_BYTES = BLOCK // 2 + 1
 GROUP = NF4_GROUP
 LEVELS = (
     -1.0,
@@ -71,6 +71,10 @@ def _scale_levels() -> tuple[float, ...]:
 
 SCALE_LEVELS = _scale_levels()
 """The numbers of the 256 codes of scales: the smaller the number, the fewer of its seven bits are fraction."""
+
+# copied to a GPU without waiting for it, which torch.tensor(..., device="cuda") would
+_OF_SCALES = torch.tensor(SCALE_LEVELS, dtype=torch.float32, device="cpu")
+_OF_PAIRS = torch.cartesian_prod(*[torch.tensor(LEVELS, dtype=torch.float32, device="cpu")] * 2)
 
 
 class Packed(NamedTuple):
@@ -133,22 +137,32 @@ def unpack(packed: Packed, place: Place, dtype: torch.dtype) -> Tensor:
         dtype: of the result.
     """
     rows, num_bytes = packed.bytes_OK.shape
-    blocks = packed.bytes_OK.view(-1, BLOCK_BYTES)
-    groups_N = packed.scales_G[place.blocks(packed.bytes_OK) // GROUP]
-    scales_N = _scales(blocks[:, -1], groups_N, packed.scales_G[-1])
-    return _numbers(blocks[:, :-1], scales_N).to(dtype).view(rows, num_bytes // BLOCK_BYTES * BLOCK)
+    columns = num_bytes // BLOCK_BYTES * BLOCK
+    scales_OB = _scales_of_part(packed, place).view(rows, columns // BLOCK)
+    matrix_OI = torch.empty(rows, columns, dtype=dtype, device=packed.bytes_OK.device)
+    # some rows at a time, for indices and fp32 numbers are larger than the matrix; a compiled kernel writes neither
+    at_once = rows if torch.compiler.is_compiling() else max(1, UNPACKED_AT_ONCE // max(1, columns))
+    parts = (torch.split(tensor, at_once) for tensor in (packed.bytes_OK, scales_OB, matrix_OI))
+    for bytes_PK, scales_PB, matrix_PI in zip(*parts, strict=True):
+        pairs = bytes_PK.view(-1, BLOCK_BYTES)[:, :-1]
+        _numbers(pairs, scales_PB.reshape(-1), out=matrix_PI.view(-1, BLOCK))
+    return matrix_OI
+
+
+def _scales_of_part(packed: Packed, place: Place) -> Tensor:
+    codes_N = packed.bytes_OK.view(-1, BLOCK_BYTES)[:, -1]
+    return _scales(codes_N, packed.scales_G[place.blocks(packed.bytes_OK) // GROUP], packed.scales_G[-1])
 
 
 def _scales(codes_N: Tensor, groups_N: Tensor, offset: Tensor) -> Tensor:
     """Return the scales of blocks, whose groups have the given numbers."""
-    return torch.tensor(SCALE_LEVELS, device=codes_N.device)[codes_N.int()] * groups_N + offset
+    return _OF_SCALES.to(codes_N.device, non_blocking=True)[codes_N.int()] * groups_N + offset
 
 
-def _numbers(pairs: Tensor, scales_N: Tensor) -> Tensor:
-    """Return the numbers of blocks of codes, two in a byte, [N, BLOCK]."""
-    levels = torch.tensor(LEVELS, device=pairs.device)
-    of_pairs = torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
-    return of_pairs[pairs.int()].view(-1, BLOCK) * scales_N[:, None]
+def _numbers(pairs: Tensor, scales_N: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the numbers of blocks of codes, two in a byte, [N, BLOCK], computed in fp32; ``out`` takes them."""
+    of_pairs = _OF_PAIRS.to(pairs.device, non_blocking=True)
+    return torch.mul(of_pairs[pairs.int()].view(-1, BLOCK), scales_N[:, None], out=out)
 
 
 def unpack_whole(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -206,14 +220,15 @@ def _check_levels(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bytes_OK: Tensor, scales_G: Tensor, place: Place) -> Tensor:
-        ctx.save_for_backward(bytes_OK, scales_G)
+        # not saved: if the last product of a block saved something, recomputation would have to run that product again
+        ctx.packed = Packed(bytes_OK, scales_G)
         ctx.place = place
         return x @ unpack(Packed(bytes_OK, scales_G), place, x.dtype).t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ unpack(Packed(*ctx.saved_tensors), ctx.place, grad.dtype), None, None, None
+        return grad @ unpack(ctx.packed, ctx.place, grad.dtype), None, None, None
 
 
 def keep_packed(module: Linear) -> None:

@@ -193,8 +193,8 @@ class Work:
     def _root(self, stages: Collection[int]) -> int:
         """Return the parameters of the head and the final norm, or of the embedding, if one of ``stages`` has them."""
         if self.plan.num_stages - 1 in stages:
-            return self.head.program.num_parameters + self.final_norm.program.num_parameters
-        return self.embedding.program.num_parameters if 0 in stages else 0
+            return self.head.program.num_held + self.final_norm.program.num_held
+        return self.embedding.program.num_held if 0 in stages else 0
 
     @cached_property
     def embedding(self) -> Passes:

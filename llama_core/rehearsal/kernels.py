@@ -1,7 +1,7 @@
 """Stand-ins for fused operators on fake tensors: they hold the same bytes, but compute no values.
 
 On CUDA, torch's norm is one kernel. A compiled block computes its norms and its SwiGLU in a few kernels, and keeps for
-its backward what is cheapest to keep.
+its backward what is cheapest to keep. It unpacks a matrix in one kernel.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llama_core.config.run import RunConfig
-from llama_core.models import cast_weights, layers, loss, moe
+from llama_core.config.strategy import NF4_BLOCK
+from llama_core.models import cast_weights, layers, loss, moe, nf4
 from llama_core.planning.plan import ParallelPlan, runs_on_cuda
+from llama_core.planning.program.nf4 import BLOCK_BYTES
 from llama_core.rehearsal.byte_counter import replaced
 
 
@@ -32,6 +34,7 @@ def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
         if plan.compile:
             for owner in (layers, moe):
                 stack.enter_context(replaced(owner, "swiglu", _SwiGLU.apply))
+            stack.enter_context(replaced(nf4, "unpack", _unpack))
         yield
 
 
@@ -48,6 +51,11 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
 def _apply_norm(x: Tensor, weight: Tensor) -> Tensor:
     out: Tensor = _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return out
+
+
+def _unpack(packed: nf4.Packed, place: nf4.Place, dtype: torch.dtype) -> Tensor:
+    rows, num_bytes = packed.bytes_OK.shape
+    return packed.bytes_OK.new_empty(rows, num_bytes // BLOCK_BYTES * NF4_BLOCK, dtype=dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -77,6 +85,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # which begins a recomputation, if no product after it did
         return _gradients(ctx, grad, grad)
 
 

@@ -171,6 +171,7 @@ class _Tracer:
         training = self.config.training
         _gather_once(self.data)
         counter.relabel(self.model.parameters(), "weights")  # fully_shard has padded uneven shards
+        counter.relabel(self.model.buffers(), "weights")
         counter.relabel(self.copies, "weights")
         for parameter in self.model.parameters():
             if parameter.requires_grad:

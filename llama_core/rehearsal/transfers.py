@@ -59,7 +59,9 @@ def transfer_of(func: Any, args: tuple[Any, ...], out: Any) -> Transfer | None:
     tensors: list[Tensor] = list(whole(args, out))
     # scalars are summed over all ranks, and the group of all ranks may also be that of an axis
     name = WORLD if all(tensor.dim() == 0 for tensor in tensors) else group.group_name
-    if name != WORLD and not any(tensor.is_floating_point() for tensor in tensors):
+    # fully_shard gathers weights of several dtypes as bytes
+    is_of_numbers = any(tensor.is_floating_point() or tensor.dtype is torch.uint8 for tensor in tensors)
+    if name != WORLD and not is_of_numbers:
         name = ROUTING
     if func is torch.ops.c10d.allgather_.default:  # only the loss gathers into a list of tensors
         name = VOCABULARY

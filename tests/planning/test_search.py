@@ -259,6 +259,18 @@ def test_adapters_are_offered_when_fine_tuning_does_not_fit_and_then_fit():
         searched(request("llama3_405b", 8, strategy="lora"))
 
 
+def test_a_base_in_nf4_is_offered_when_adapters_do_not_fit_and_then_fits():
+    adapted = request("llama2_13b", 1, strategy="lora")
+    with pytest.raises(NothingFitsError, match=r"would fit: lora\.base=nf4; "):
+        searched(adapted, "rtx4090")
+    assert searched(adapted.with_overrides("lora.base=nf4"), "rtx4090").plan.world_size == 1
+    with pytest.raises(NothingFitsError, match=r"would fit: strategy=lora with lora\.base=nf4; "):
+        searched(request("llama3_70b_instruct", 1))
+    # 401.65e9 numbers inside layers at 33 bytes for 64, and 4.2e9 at 2 bytes
+    with pytest.raises(NothingFitsError, match=r"parameters \+ 215\.5 GB of frozen weights\) / 1 "):
+        searched(request("llama3_405b", 1, strategy="lora", lora__base="nf4"))
+
+
 def test_offload_is_chosen_only_when_nothing_less_fits():
     plans = [searched(request("llama3_8b", gpus, parallel__zero_backend="deepspeed")).plan for gpus in (8, 2)]
     assert [plan.offload for plan in plans] == ["none", "optimizer"]

@@ -19,6 +19,8 @@ PLANS = {
     "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
     "tp2 whole sequence": ParallelPlan(tp=2, sequence_parallel=False),
     "selective": ParallelPlan(num_microbatches=2, recompute="selective"),
+    "full": ParallelPlan(num_microbatches=2, recompute="full"),
+    "zero1 compiled": ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=2, compile=True),
     "zero bubble": ParallelPlan(pp=2, schedule="zb_h1", num_microbatches=4),
 }
 KINDS = (*ADAPTERS.values(), FACTORS)
@@ -46,6 +48,11 @@ def test_how_adapters_begin_changes_no_estimate():
     assert_estimated(request(ADAPTERS["lora"], PLANS["tp2"], **settings), PLANS["tp2"])
 
 
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"full", "zero3"}))
+def test_the_estimate_over_matrices_in_nf4_is_what_their_rehearsal_counts(plan):
+    assert_estimated(request(ADAPTERS["lora"], plan, base="nf4"), plan)
+
+
 def assert_estimated(config, plan):
     for rank in rehearse(config, plan).ranks:
         estimated = estimate_memory(Work.of(config, plan), pp_rank=rank.pp_rank)
@@ -57,8 +64,15 @@ def assert_estimated(config, plan):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", ["tp2", wide("zero3")])
 def test_what_adapters_send_is_in_the_rehearsed_traffic(name, kind):
-    plan = PLANS[name]
-    config = request(kind, plan)
+    assert_sent(request(kind, PLANS[name]), PLANS[name])
+
+
+@pytest.mark.parametrize("name", ["zero3", wide("tp2")])
+def test_the_bytes_of_matrices_in_nf4_are_in_the_rehearsed_traffic(name):
+    assert_sent(request(ADAPTERS["lora"], PLANS[name], base="nf4"), PLANS[name])
+
+
+def assert_sent(config, plan):
     (rank,) = rehearse(config, plan).ranks
     counted = {(one.collective, one.axis): one.num_bytes for one in rank.traffic if one.axis in {"tp", "shard"}}
     expected = {(one.collective, one.axis): one.num_bytes for one in communication(Work.of(config, plan))}

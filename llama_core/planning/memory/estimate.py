@@ -119,9 +119,10 @@ class _Pipeline:
         shard = FP32_BYTES * updated
         frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
         narrow = ceil(frozen) + sum(own.cast for own in weights)
+        undivided = sum(own.undivided_bytes for own in weights)
         states = self.work.optimizer.states_of(Trained(matrices, updated - matrices))
         return {
-            "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow,
+            "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow + undivided,
             "gradients": 0 if self.plan.offload != "none" else shard,
             "moments": 0 if self.plan.offload != "none" else round(states),
         }

@@ -91,7 +91,7 @@ class StageWeights:
         plan = work.plan
         self.stage = stage
         self.num_layers = len(stage.layers)
-        self.held = Counts.of(stage, lambda program: program.num_parameters)
+        self.held = Counts.of(stage, lambda program: program.num_held)
         """Parameters the rank computes with."""
         self.trained = Counts.of(stage, lambda program: program.num_trained)
         """Those of them that get gradients."""
@@ -151,6 +151,11 @@ class StageWeights:
             return plan.num_shards
         # a parameter that fewer ranks share counts as that many more
         return plan.num_shards * Fraction(self.trained.total, self.trained.total + self._num_again)
+
+    @property
+    def undivided_bytes(self) -> int:
+        """Bytes beside the parameters that no rank divides."""
+        return sum(layer.program.undivided_bytes for layer in self.stage.layers)
 
     @property
     def updated_in_matrices(self) -> Fraction:

@@ -9,6 +9,7 @@ from importlib import import_module
 
 from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
 from llama_core.config.strategy import MoE
+from llama_core.planning.program import nf4
 from llama_core.planning.program.model import ModelProgram
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Operation, Size
 from llama_core.planning.program.passes import Passes
@@ -118,8 +119,11 @@ class Layer(ModelProgram):
 
     def linear(self, x: int, name: str) -> int:
         """Multiply by a matrix, as it is or as its adapter changes that."""
-        columns, rows = self.local_shape(name)
-        out = self.product(x, self.matrix(name, columns * rows), rows)
+        if self.is_packed(name):
+            out = nf4.product(self, name, x)
+        else:
+            columns, rows = self.local_shape(name)
+            out = self.product(x, self.matrix(name, columns * rows), rows)
         self.matrix_products.add(out)
         if name in COSTLY:
             self.costly.add(out)
@@ -127,6 +131,10 @@ class Layer(ModelProgram):
             return out
         adapted: int = import_module(self.spec.lora.kind.program).linear(self, name, x, out)
         return adapted
+
+    def is_packed(self, name: str) -> bool:
+        """Return whether a matrix of the block is held in NF4."""
+        return self.spec.lora is not None and self.spec.lora.base == "nf4" and name not in self.traits.trained
 
     def projection(self, x: int, name: str) -> int:
         """Multiply by a matrix that may have a bias."""

@@ -58,7 +58,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
 Inputs count from 0. The gradients of other operations (add, cast, scale, rotate, gather) are computed from the gradient
 of the output alone. Source: ``tools/autograd/derivatives.yaml`` in torch, and ``models`` for operators of our own.
 """
-FLATTENS = frozenset({"product", "rearrange"})
+FLATTENS = frozenset({"product", "packed_product", "rearrange"})
 """Operations on a matrix with a row per token. The gradient of their first input is a view of that matrix's."""
 
 SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {"add": (0, 1), "add_bias": (0,), "add_product": (0,), "sum": (0,)}
@@ -179,8 +179,10 @@ class Program:
     """Results of products with whole matrices of a block, which can be computed in fp8."""
     costly: set[int] = field(default_factory=set)
     """Results that selective recomputation keeps."""
-    num_parameters: int = 0
-    """Parameters of all weights."""
+    num_held: int = 0
+    """Parameters of all weights; of a matrix that is held in fewer bits, as many as its bytes would hold."""
+    undivided_bytes: int = 0
+    """Bytes beside such matrices that every rank holds whole."""
     input: int = -1
     output: int = -1
 
@@ -226,7 +228,7 @@ class Program:
         if is_vector:
             self.vectors.add(weight)
         self.num_bytes[weight] = 0
-        self.num_parameters += size.elements
+        self.num_held += size.elements
         if is_trained:
             self.trained[weight] = size.elements
             if is_partial:

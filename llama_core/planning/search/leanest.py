@@ -1,5 +1,6 @@
 """The leanest plans: does anything fit? If not, by how much does it miss, and what would fit?"""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -7,9 +8,10 @@ from typing import Any, NamedTuple
 
 from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.errors import DoesNotFitError, PlanError
+from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.nf4 import packed_bytes
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
 from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant
 from llama_core.planning.search.fitting import Fitting
@@ -141,7 +143,9 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
 
 
 def _frozen_bytes(config: RunConfig) -> int:
-    return itemsize_of(config.training.precision) * (config.spec.num_parameters - config.spec.num_trainable_parameters)
+    spec = config.spec
+    packed = sum(math.prod(spec.parameter_shapes[name]) for name in spec.packed)
+    return itemsize_of(config.training.precision) * (spec.num_frozen_parameters - packed) + packed_bytes(packed)
 
 
 def _bytes_between_steps(config: RunConfig) -> float:
@@ -166,8 +170,16 @@ def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iter
 
 def _adapters(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
     fine_tunes_all = config.strategy == "standard" and (config.training.init_from or config.spec.instruct)
-    if fine_tunes_all and _fits(config.with_overrides("strategy=lora"), device, usable):
-        yield "strategy=lora"
+    choices: list[tuple[str, ...]] = []
+    if fine_tunes_all:
+        choices = [("strategy=lora",), ("strategy=lora", "lora.base=nf4")]
+    elif config.spec.lora is not None and not config.spec.packed:
+        choices = [("lora.base=nf4",)]
+    for choice in choices:
+        with suppress(ConfigError):  # not every kind of adapter, nor every model, can have such a base
+            if _fits(config.with_overrides(*choice), device, usable):
+                yield " with ".join(choice)
+                return
 
 
 def _more_devices(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:

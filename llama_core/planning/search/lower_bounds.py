@@ -168,8 +168,8 @@ class Bounds:
                 return sum(count * size(kind) for kind, count in kinds.items()) / kinds.total()
 
             self._layers[alone] = _Layer(
-                parameters=typical(lambda kind: kind.program.num_parameters),
-                shared=typical(lambda kind: kind.program.num_parameters + more * kind.program.num_of_experts),
+                parameters=typical(lambda kind: kind.program.num_held),
+                shared=typical(lambda kind: kind.program.num_held + more * kind.program.num_of_experts),
                 kept={mode: typical(lambda kind, mode=mode: kind.kept(mode)) for mode in MODES},  # type: ignore[misc]
             )
         return self._layers[alone]

@@ -103,15 +103,15 @@ class Messages:
 
     def groups(self, stage: Stage) -> list[Group]:
         """Return the weights that a stage gathers at once: layer by layer without experts, and its ends."""
-        groups = [self._beside_experts(layer, layer.program.num_parameters) for layer in stage.layers]
+        groups = [self._beside_experts(layer, layer.program.num_held) for layer in stage.layers]
         if stage.embedding and not stage.tied:
-            groups.append(self._group(stage.embedding.program.num_parameters))
+            groups.append(self._group(stage.embedding.program.num_held))
         return [*groups, *self._head(stage)]
 
     def _head(self, stage: Stage) -> list[Group]:
         """Return the last norm and the head, or an embedding tied to the head of another rank."""
         if stage.final_norm and stage.head:
-            return [self._group(stage.final_norm.program.num_parameters + stage.head.program.num_parameters)]
+            return [self._group(stage.final_norm.program.num_held + stage.head.program.num_held)]
         return [self._group(stage.root)] if stage.is_tied_apart else []
 
     def trained(self, stage: Stage) -> list[Group]:
@@ -161,7 +161,7 @@ class Messages:
                 forward.append(self._group(stage.root))  # gathered in whichever stage of the rank runs first
             # the backward of an embedding needs it only for its adapter
             embedding = self.work.embedding.program
-            is_adapted = 0 < embedding.num_trained < embedding.num_parameters
+            is_adapted = 0 < embedding.num_trained < embedding.num_held
             in_backward = len(groups) - len(self._head(stage)) if is_adapted else len(stage.layers)
             backward = groups[:in_backward] + self._experts(stage)
         reduced = self.trained(stage) if self.plan.effective_zero_stage >= 2 else []

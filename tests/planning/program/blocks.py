@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch._subclasses import FakeTensorMode
 
-from llama_core.models import cast_weights, layers, moe
+from llama_core.models import cast_weights, layers, moe, nf4
 from llama_core.models.layers import document_mask, rotation, use_all_scores
 from llama_core.models.llama import Llama, with_adapters
 from llama_core.models.moe import prepare_routers
@@ -47,7 +47,7 @@ class _Sink(torch.autograd.Function):
 class Counted:
     """What a block was seen to keep, hold and compute."""
 
-    num_parameters: int
+    num_held: int
     num_trained: int
     kept: int
     forward: int
@@ -80,6 +80,7 @@ def counted(spec, setting, *, mode, follows_trained):
         if setting.compiles:
             for owner in (layers, moe):
                 stack.enter_context(replaced(owner, "swiglu", kernels._SwiGLU.apply))
+            stack.enter_context(replaced(nf4, "unpack", kernels._unpack))
         with torch.device("meta"):
             model = with_adapters(Llama(replace(spec, num_layers=1), compute_dtype=dtype))
         if setting.attention == "math":
@@ -93,7 +94,9 @@ def counted(spec, setting, *, mode, follows_trained):
 
 def _run(model, copies, setting, dtype, follows_trained):
     block = model.layers["0"]
-    num_parameters = sum(parameter.numel() for parameter in block.parameters())
+    packed_bytes = sum(parameter.nbytes for parameter in block.parameters() if parameter.dtype is torch.uint8)
+    num_held = sum(parameter.numel() for parameter in block.parameters()) - packed_bytes
+    num_held += packed_bytes // setting.itemsize
     num_trained = sum(parameter.numel() for parameter in block.parameters() if parameter.requires_grad)
     prepare_routers(block, torch.ones(()))
     deferred = DeferredGradients(model) if setting.splits_backward else None
@@ -102,7 +105,8 @@ def _run(model, copies, setting, dtype, follows_trained):
     mask = document_mask(places, dtype, model.spec.sliding_window) if setting.documents == "mask" else None
     with ByteCounter(block_bytes=1) as counter:
         leaf = torch.zeros((), requires_grad=follows_trained)
-        counter.relabel([*model.parameters(), *copies, *rotary, leaf, *([] if mask is None else [mask])], "weights")
+        weights = [*model.parameters(), *model.buffers(), *copies]
+        counter.relabel([*weights, *rotary, leaf, *([] if mask is None else [mask])], "weights")
         before = counter.total_bytes
         x = torch.empty(setting.rows, setting.seq_len, model.spec.hidden_size, dtype=dtype)
         if follows_trained:
@@ -130,7 +134,7 @@ def _run(model, copies, setting, dtype, follows_trained):
             weight_gradients = counter.peaks[counter.phase].num_bytes - before - loss.nbytes
     backward_flops = counter.flops - forward_flops
     return Counted(
-        num_parameters,
+        num_held,
         num_trained,
         kept,
         forward,

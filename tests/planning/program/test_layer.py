@@ -33,20 +33,20 @@ TRAINED_BESIDE = (
 )
 
 
-def drawn(seed, *, moe=False, math=False, method=None):
+def drawn(seed, *, moe=False, math=False, method=None, base="plain"):
     """Return a random layer: a model of it, its setting, what is recomputed, and whether its input has a gradient.
 
-    With a ``method``, it has adapters of that kind.
+    With a ``method``, it has adapters of that kind; with a ``base``, LoRA over matrices held so.
     """
     draw = random.Random(seed)
     spec = replace(model_spec(draw.choice(MODELS)), num_layers=1)
     if moe:
         spec = replace(spec, moe=MoE(num_experts=draw.choice([4, 8]), experts_per_token=draw.choice([1, 2])))
     spec = replace(spec, **drawn_traits(random.Random(seed)))
-    if draw.random() < 0.5 or method:
+    if draw.random() < 0.5 or method or base != "plain":
         targets = tuple(draw.sample(MATRICES, draw.randint(1, 7)))
         trained = tuple(draw.sample(TRAINED_BESIDE, draw.choice([0, 0, 1, 2])))
-        lora = LoRA(lora_rank=16, lora_dropout=draw.choice([0.0, 0.1]), target_modules=targets)
+        lora = LoRA(lora_rank=16, lora_dropout=draw.choice([0.0, 0.1]), target_modules=targets, base=base)
         if method:
             taken = {key: getattr(lora, key) for key in ADAPTERS[method].keys}
             lora = LoRA(method=method, target_modules=targets, **taken)
@@ -87,7 +87,7 @@ def assert_equal(passes, mode, real, *, uncounted=0, peaks=1e-3):
         peaks: relative tolerance of the peaks.
     """
     program = passes.program
-    assert (program.num_parameters, program.num_trained) == (real.num_parameters, real.num_trained)
+    assert (program.num_held, program.num_trained) == (real.num_held, real.num_trained)
     assert passes.kept(mode) == pytest.approx(real.kept, abs=uncounted)
     assert passes.forward_flops() == real.forward_flops
     assert passes.backward_flops(mode) == real.backward_flops
@@ -119,6 +119,11 @@ def test_a_layer_of_experts_does_too(seed):
 def test_a_layer_with_another_kind_of_adapter_does_too(method, seed, monkeypatch):
     monkeypatch.setitem(ADAPTERS, FACTORS.name, FACTORS)
     check(drawn(seed, method=method))
+
+
+@pytest.mark.parametrize("seed", [*range(6), *(wide(seed) for seed in range(6, 120))])
+def test_a_layer_over_matrices_in_nf4_does_too(seed):
+    check(drawn(seed, base="nf4", moe=seed % 4 == 3), uncounted=128)
 
 
 @pytest.mark.parametrize("seed", [0, *(wide(seed) for seed in range(1, 40))])
