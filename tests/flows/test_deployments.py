@@ -31,7 +31,8 @@ def test_the_tags_say_which_deployments_are_for_gpus():
 def test_a_deployment_for_gpus_says_which_it_needs(name):
     config = config_of(name)
     gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
-    gpus = f"{config.parallel.gpus} {gpu.name.upper()} GPUs ({gpu.memory_bytes / 1e9:.0f} GB)"
+    plural = "s" if config.parallel.gpus > 1 else ""
+    gpus = f"{config.parallel.gpus} {gpu.name.upper()} GPU{plural} ({gpu.memory_bytes / 1e9:.0f} GB)"
     assert DEPLOYMENTS[name]["description"].endswith(f"; needs Slurm and {gpus} on {NODES[config.launch.nodes]}.")
 
 

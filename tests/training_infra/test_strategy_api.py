@@ -40,7 +40,7 @@ def test_hybrid_takes_the_parameters_of_both():
         (
             "lora",
             {"lora_rnk": 8},
-            "strategy 'lora' takes method, lora_rank, lora_alpha, rslora, initial_values, lora_dropout, "
+            "strategy 'lora' takes method, lora_rank, lora_alpha, rslora, initial_values, base, lora_dropout, "
             "target_modules, trainable, not lora_rnk; did you mean 'lora_rank'?",
         ),
         (
