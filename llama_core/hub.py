@@ -65,7 +65,8 @@ class HubName:
         found = _NAME.fullmatch(text)
         if found is None:
             return None
-        repository, path = found["repository"], found["path"] or ""
+        repository = found["repository"]
+        path = found["path"] or ""
         is_legal = not re.search(r"--|\.\.", repository) and not repository.endswith(_OF_FILES_HERE)
         if not is_legal or (path and kind == "model") or ".." in Path(path).parts:
             return None

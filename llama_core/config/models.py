@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from llama_core.adapters.registry import ADAPTERS
+from llama_core.config import nf4
 from llama_core.config.rope import Llama3Scaling, RopeScaling
-from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, NF4_BLOCK, LoRA, MoE
+from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.optimizers.traits import LAYERS, Trained
 from llama_core.units import format_count
@@ -235,8 +236,8 @@ class ModelSpec:
             "tokens of the vocabulary": self.vocab_size,
         }
         if self.packed:
-            counts["blocks of NF4 in a row of o_proj"] = self.q_size // NF4_BLOCK
-            counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // NF4_BLOCK
+            counts["blocks of NF4 in a row of o_proj"] = self.q_size // nf4.BLOCK
+            counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // nf4.BLOCK
         return counts
 
     @property

@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 
 from llama_core.adapters.registry import DEFAULT_ADAPTER, adapter_names, adapter_type
 from llama_core.adapters.traits import AdapterType
+from llama_core.config import nf4
 from llama_core.config.section import Section, known_name
 from llama_core.errors import ConfigError, Problem, did_you_mean
 from llama_core.objectives.registry import OBJECTIVES, objective_names
@@ -98,10 +99,6 @@ class _Strategy(Section):
         yield from ()
 
 
-NF4_BLOCK = 64
-"""Consecutive numbers of a matrix's row that share a scale in NF4."""
-NF4_GROUP = 256
-"""Consecutive blocks of a matrix whose scales share a number."""
 DEFAULT_ALPHA_OF_RSLORA = 8.0
 """Gives the default rank the factor that it has without rsLoRA."""
 
@@ -234,10 +231,10 @@ class LoRA(_Strategy):
             shapes: columns and rows of every matrix that can have an adapter.
             tied: whether the model's head shares the embedding's weights.
         """
-        uneven = [name for name in MATRICES if shapes[name][0] % NF4_BLOCK]
+        uneven = [name for name in MATRICES if shapes[name][0] % nf4.BLOCK]
         if self.base == "nf4" and uneven:
             yield (
-                f"lora.base=nf4 needs rows of a multiple of {NF4_BLOCK} numbers, but {uneven[0]} has "
+                f"lora.base=nf4 needs rows of a multiple of {nf4.BLOCK} numbers, but {uneven[0]} has "
                 f"{shapes[uneven[0]][0]} columns; use lora.base=plain"
             )
         if tied and self.outside_layers:

@@ -197,7 +197,7 @@ def initialize_weights(model: Llama, seed: int) -> None:
         if name not in model.spec.packed and not takes_principal_part(name, model.spec):
             initialize_parameter(name, parameter, model.spec, seed)
     begin_with_principal_parts(model, partial(_draw_again_, model.spec, seed))
-    pack_matrices(model, partial(_draw_again_, model.spec, seed))
+    pack_matrices(model, partial(_draw_packed, model.spec, seed))
 
 
 @torch.no_grad()
@@ -285,6 +285,12 @@ def _draw_again_(spec: ModelSpec, seed: int, name: str, parameter: Tensor) -> No
     initialize_parameter(name, parameter, replace(spec, lora=None), seed)
 
 
+def _draw_packed(spec: ModelSpec, seed: int, name: str, device: torch.device) -> nf4.Packed:
+    matrix_OI = torch.empty(spec.parameter_shapes[name], device=device)
+    _draw_again_(spec, seed, name, matrix_OI)
+    return nf4.pack(matrix_OI)
+
+
 def _draw_(parameter: Tensor, name: str, spec: ModelSpec, generator: torch.Generator) -> None:
     factor = factors_of(name, spec).initial
     match weight_of(name).begins:
@@ -347,27 +353,17 @@ def packed_modules(model: Llama) -> Iterator[tuple[str, Linear]]:
 
 
 @torch.no_grad()
-def pack_matrices(
-    model: Llama,
-    read: Callable[[str, Tensor], None],
-    *,
-    stored: Callable[[str], nf4.Packed | None] = lambda name: None,
-) -> None:
+def pack_matrices(model: Llama, packed: Callable[[str, torch.device], nf4.Packed]) -> None:
     """Set the matrices that are held in NF4.
 
     Args:
         model: the model, or any part of it.
-        read: sets a tensor to the whole matrix called by a name.
-        stored: returns the whole matrix called by a name if it is stored in NF4, so that its codes stay the same.
+        packed: returns the whole matrix called by a name; one that it rounds, it may round on this device.
     """
     for name, module in packed_modules(model):
-        packed = stored(name)
-        if packed is None:
-            matrix_OI = torch.empty(model.spec.parameter_shapes[name], device=local_part(module.weight).device)
-            read(name, matrix_OI)
-            packed = nf4.pack(matrix_OI)
-        _set(module.weight, packed.bytes_OK)
-        local_part(module.get_buffer("scales")).copy_(packed.scales_G)
+        bytes_OK, scales_G = packed(name, local_part(module.weight).device)
+        _set(module.weight, bytes_OK)
+        local_part(module.get_buffer("scales")).copy_(scales_G)
 
 
 def build_llama(

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from llama_core.config.strategy import NF4_BLOCK, NF4_GROUP
+from llama_core.config.nf4 import BLOCK, BLOCK_BYTES, GROUP, num_scales, packed_bytes
 from llama_core.errors import WeightsError
 from llama_core.models.layers import Linear, local_part, multiply_own_part
 from llama_core.models.quantised import QuantisedTensor
 from llama_core.models.weight_files import StoredTensor
-from llama_core.planning.program.nf4 import BLOCK_BYTES, UNPACKED_AT_ONCE
+from llama_core.planning.program.nf4 import UNPACKED_AT_ONCE
 
-BLOCK = NF4_BLOCK
-GROUP = NF4_GROUP
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -48,16 +46,6 @@ LEVELS = (
     1.0,
 )
 """The numbers of the 16 codes: quantiles of a normal distribution, and zero."""
-
-
-def row_bytes(columns: int) -> int:
-    """Return the bytes of a row of so many columns, a multiple of ``BLOCK``."""
-    return columns // BLOCK * BLOCK_BYTES
-
-
-def num_groups(rows: int, columns: int) -> int:
-    """Return the groups of a matrix's blocks."""
-    return -(-rows * columns // (BLOCK * GROUP))
 
 
 def _scale_levels() -> tuple[float, ...]:
@@ -193,7 +181,7 @@ def stored_codes(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]
     blocks = torch.cat([pairs, view(stored.scales)[:, None]], dim=1)
     offset = torch.tensor([stored.nested.offset], dtype=torch.float32)
     scales_G = torch.cat([view(stored.nested.groups), offset])
-    return Packed(blocks.view(rows, row_bytes(columns)), scales_G)
+    return Packed(blocks.view(rows, packed_bytes(columns)), scales_G)
 
 
 def stored_numbers(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> Tensor:
@@ -239,9 +227,9 @@ def keep_packed(module: Linear) -> None:
     """
     rows, columns = module.weight.shape
     device = module.weight.device
-    packed = torch.empty(rows, row_bytes(columns), dtype=torch.uint8, device=device)
+    packed = torch.empty(rows, packed_bytes(columns), dtype=torch.uint8, device=device)
     module.weight = nn.Parameter(packed, requires_grad=False)
-    module.scales = torch.empty(num_groups(rows, columns) + 1, device=device)
+    module.scales = torch.empty(num_scales(rows * columns), device=device)
     module.multiply = multiply
 
 

@@ -9,7 +9,7 @@ log-probabilities of whole answers, so what a token adds to the gradient depends
 # answer, A numbers of answers (0 is none), P pairs of a row, 2 the answers of a pair: the chosen one, the rejected one
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from llama_core.config.settings import TrainingConfig
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.models.head import HeadInputs
 from llama_core.models.loss import linear_cross_entropies
-from llama_core.objectives.preferences import ANSWER, DPO, IPO, ORPO, REFERENCE, SIMPO
+from llama_core.objectives.preferences import ANSWER, DPO, IPO, ORPO, REFERENCE, SIMPO, has_reference
+from llama_core.objectives.traits import ObjectiveType
 
 MOST_PROBABLE = -1e-6
 """Largest mean log-probability of a token for which odds are computed: those of a certain answer are infinite."""
@@ -63,8 +64,8 @@ class PreferenceObjective:
         beta: factor on log-probabilities, or what else the subclass says.
     """
 
-    has_reference = False
-    """Whether its batches hold log-probabilities under a reference."""
+    kind: ClassVar[ObjectiveType]
+    """Its row."""
     num_sums = 5
     """Rewards of the chosen answers and of the others, gains of both, pairs in which the chosen one has the higher
     reward, pairs."""
@@ -117,7 +118,8 @@ class PreferenceObjective:
 
     def take_measured(self) -> Tensor | None:
         """Return the sums over the pairs since the last call, [num_sums]; None if there was no batch."""
-        measured, self._measured = self._measured, None
+        measured = self._measured
+        self._measured = None
         return measured
 
     def of_step(self, sums: Sequence[float]) -> dict[str, float]:
@@ -131,7 +133,7 @@ class PreferenceObjective:
             "reward_margin": (chosen - rejected) / num_pairs,
             "reward_accuracy": num_right / num_pairs,
         }
-        if self.has_reference:
+        if has_reference(self.kind):
             fields["kl"] = gains / (2 * num_pairs)
         return fields
 
@@ -147,7 +149,7 @@ class Dpo(PreferenceObjective):
     relationship to IPO", for the smoothing.
     """
 
-    has_reference = True
+    kind = DPO
 
     def __init__(self, beta: float, label_smoothing: float) -> None:
         super().__init__(beta)
@@ -170,7 +172,7 @@ class Ipo(PreferenceObjective):
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17.
     """
 
-    has_reference = True
+    kind = IPO
 
     def of_pairs(self, answers: Answers) -> Outcome:
         """Return losses and rewards."""
@@ -187,6 +189,8 @@ class Simpo(PreferenceObjective):
 
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
+
+    kind = SIMPO
 
     def __init__(self, beta: float, gamma: float) -> None:
         super().__init__(beta)
@@ -206,6 +210,8 @@ class Orpo(PreferenceObjective):
 
     Source: Hong et al. 2024, arXiv:2403.07691, equations 5 to 7; probabilities are geometric means over the tokens.
     """
+
+    kind = ORPO
 
     def of_pairs(self, answers: Answers) -> Outcome:
         """Return losses and rewards."""

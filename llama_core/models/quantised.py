@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from llama_core.config.strategy import NF4_BLOCK, NF4_GROUP
+from llama_core.config.nf4 import BLOCK, num_groups
 from llama_core.errors import WeightsError, as_clause
 from llama_core.models.weight_files import ELEMENT_BYTES, StoredTensor
 from llama_core.records.files import open_file
@@ -109,14 +109,14 @@ def _joined(matrix: str, codes: StoredTensor | None, parts: Mapping[str, StoredT
     if is_nested and (state.nested_offset is None or state.nested_blocksize is None):
         raise WeightsError(f"{file}: the quant_state of {matrix} lacks nested_offset or nested_blocksize; {_AGAIN}")
     elements = math.prod(state.shape)
-    if elements % NF4_BLOCK:
+    if elements % BLOCK:
         raise WeightsError(f"{file}: {matrix} has {elements:,} numbers, which are no whole blocks of 64; {_AGAIN}")
     if math.prod(codes.shape) * ELEMENT_BYTES.get(codes.dtype, 0) != elements // 2:
         raise WeightsError(
             f"{codes.file}: {matrix} has codes in {codes.dtype} {list(codes.shape)}, but its {elements:,} numbers need "
             f"{elements // 2:,} bytes; {_AGAIN}"
         )
-    _check_parts(matrix, file, parts, elements // NF4_BLOCK, is_nested=is_nested)
+    _check_parts(matrix, file, parts, elements // BLOCK, is_nested=is_nested)
     nested = None
     if is_nested:
         assert state.nested_offset is not None
@@ -179,7 +179,7 @@ def _check_parts(
         "quant_map": ("F32", (_NUM_CODES,)),
     }
     if is_nested:
-        expected["nested_absmax"] = ("F32", (-(-num_blocks // NF4_GROUP),))
+        expected["nested_absmax"] = ("F32", (num_groups(num_blocks),))
         expected["nested_quant_map"] = ("F32", (_NUM_SCALE_CODES,))
     for part in sorted(expected.keys() ^ parts.keys()):
         problem = "is missing" if part in expected else "is unknown"

@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from llama_core.config.nf4 import BLOCK, BLOCK_BYTES
 from llama_core.config.run import RunConfig
-from llama_core.config.strategy import NF4_BLOCK
 from llama_core.models import cast_weights, layers, loss, moe, nf4
 from llama_core.planning.plan import ParallelPlan, runs_on_cuda
-from llama_core.planning.program.nf4 import BLOCK_BYTES
 from llama_core.rehearsal.byte_counter import replaced
 
 
@@ -55,7 +54,7 @@ def _apply_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 def _unpack(packed: nf4.Packed, place: nf4.Place, dtype: torch.dtype) -> Tensor:
     rows, num_bytes = packed.bytes_OK.shape
-    return packed.bytes_OK.new_empty(rows, num_bytes // BLOCK_BYTES * NF4_BLOCK, dtype=dtype)
+    return packed.bytes_OK.new_empty(rows, num_bytes // BLOCK_BYTES * BLOCK, dtype=dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -14,7 +14,8 @@ def build(groups: list[dict[str, Any]], training: TrainingConfig) -> torch.optim
 
     The fused kernel needs no temporaries and is the fastest on both CUDA and CPU.
     """
-    lr, betas = training.learning_rate, (training.beta1, training.beta2)
+    lr = training.learning_rate
+    betas = (training.beta1, training.beta2)
     if training.moments == "bf16":
         moments = Bf16Moments(groups, training.seed)
         return AdamWInBf16(groups, {"lr": lr, "betas": betas, "eps": training.epsilon}, moments)

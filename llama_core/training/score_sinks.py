@@ -23,7 +23,8 @@ def show_scores(run: RunDirectory, config: RunConfig, scores: Sequence[Score], t
         scores: at least one; they are recorded already.
         tell: called with a line if they cannot be shown.
     """
-    step, tokens = scores[0].step, scores[0].tokens
+    step = scores[0].step
+    tokens = scores[0].tokens
     by_tag = {score.tag: score.value for score in scores}
     if config.tracking.tensorboard:
         try:

@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -120,22 +120,23 @@ class Pretrained:
         """Read every parameter of ``model``, or this rank's part of it, converted to the parameter's dtype."""
         for name, parameter in model.named_parameters():
             takes_part = takes_principal_part(name, self._spec)
-            if name in self._spec.packed:
-                pass  # below, from the whole matrix
-            elif name in self._sources and not (takes_part and name in self._spec.adapted):
+            # set below from whole matrices
+            is_rest = takes_part and name in self._spec.adapted
+            is_packed = name in self._spec.packed
+            if name in self._sources and not is_rest and not is_packed:
                 self._sources[name].read(name, parameter.detach())
-            elif not takes_part:
+            elif not takes_part and not is_packed:
                 initialize_parameter(name, parameter, self._spec, self._seed, read=self._read)
             if name in self._sources:
                 self._progress.add(name, parameter)
         begin_with_principal_parts(model, self._read, keep=self._sources)
-        pack_matrices(model, self._read, stored=self._stored_codes)
+        pack_matrices(model, self._packed)
 
     def _read(self, name: str, into: Tensor) -> None:
         self._sources[name].read(name, into)
 
-    def _stored_codes(self, name: str) -> nf4.Packed | None:
-        return _stored_codes(self._sources[name], name)
+    def _packed(self, name: str, device: torch.device) -> nf4.Packed:
+        return _packed(self._sources[name], name, torch.empty(self._spec.parameter_shapes[name], device=device))
 
     def done(self) -> None:
         """Log the bytes read and the time taken."""
@@ -195,9 +196,19 @@ def _adapters(spec: ModelSpec, source: Path) -> _Source:
     )
 
 
-def _stored_codes(source: _Source, name: str) -> nf4.Packed | None:
-    """Return a matrix that a source has in NF4 already; None of any other."""
-    return source.stored_codes(name) if isinstance(source, _Folder) else None
+def _packed(source: _Source, name: str, scratch_OI: Tensor) -> nf4.Packed:
+    """Return a matrix in NF4: with the codes that it is stored with, or else rounded.
+
+    Args:
+        source: has the matrix.
+        name: its name.
+        scratch_OI: where its numbers may be read to.
+    """
+    stored = source.stored_codes(name) if isinstance(source, _Folder) else None
+    if stored is not None:
+        return stored
+    source.read(name, scratch_OI)
+    return nf4.pack(scratch_OI)
 
 
 def _saved(checkpoint: Path) -> _Source:
@@ -272,71 +283,69 @@ class _PerExpert:
         into.copy_(self._held[expert])
 
 
+@dataclass(frozen=True)
 class _Merged:
     """Merges each matrix with its adapter, in fp32. What was trained in full comes from beside the adapters."""
 
-    def __init__(self, spec: ModelSpec, lora: LoRA, base: _Source, adapters: _Source) -> None:
-        self._base = base
-        self._adapters = adapters
-        self._spec = spec
-        self._lora = lora
+    spec: ModelSpec
+    lora: LoRA
+    base: _Source
+    adapters: _Source
 
     def read(self, name: str, into: Tensor) -> None:
-        if name not in self._spec.adapted:
-            (self._adapters if name in self._spec.trained_in_full else self._base).read(name, into)
+        if name not in self.spec.adapted:
+            (self.adapters if name in self.spec.trained_in_full else self.base).read(name, into)
             return
-        whole = torch.empty(into.shape)
-        self._base.read(name, whole)
+        whole = _read(self.base, name, into.shape)
         path = name.removesuffix("weight")
         matrix = matrix_name(path.removesuffix("."))
-        adapter = {weight.name: self._adapter(f"{path}{weight.name}") for weight in self._lora.weights(matrix)}
+        adapter = {}
+        for weight in self.lora.weights(matrix):
+            of_adapter = f"{path}{weight.name}"
+            adapter[weight.name] = _read(self.adapters, of_adapter, self.spec.adapter_shapes[of_adapter])
         matrix_OI = whole.t() if matrix == EMBEDDING else whole
-        method_of(self._lora.kind).merge(matrix_OI, adapter, self._lora)
+        method_of(self.lora.kind).merge(matrix_OI, adapter, self.lora)
         into.copy_(whole)
 
-    def _adapter(self, name: str) -> Tensor:
-        weight = torch.empty(self._spec.adapter_shapes[name])
-        self._adapters.read(name, weight)
-        return weight
 
-
+@dataclass(frozen=True)
 class _Rounded:
     """Reads matrices that are held in NF4 as they are multiplied with."""
 
-    def __init__(self, base: _Source, spec: ModelSpec) -> None:
-        self._base = base
-        self._packed = spec.packed
+    spec: ModelSpec
+    base: _Source
 
     def read(self, name: str, into: Tensor) -> None:
-        if name not in self._packed:
-            self._base.read(name, into)
+        if name not in self.spec.packed:
+            self.base.read(name, into)
             return
-        packed = _stored_codes(self._base, name)
-        if packed is None:
-            whole = torch.empty(into.shape)
-            self._base.read(name, whole)
-            packed = nf4.pack(whole)
+        packed = _packed(self.base, name, torch.empty(into.shape))
         into.copy_(nf4.unpack_whole(packed, torch.float32))
 
 
+@dataclass(frozen=True)
 class _OverWhole:
     """Makes PiSSA's adapters, which belong to the rest of a matrix, ones of twice the rank over the whole matrix."""
 
-    def __init__(self, spec: ModelSpec, lora: LoRA, base: _Source, adapters: _Source) -> None:
-        self._base = base
-        self._adapters = adapters
-        self._spec = spec
-        self._lora = lora
+    spec: ModelSpec
+    lora: LoRA
+    base: _Source
+    adapters: _Source
 
     def read(self, name: str, into: Tensor) -> None:
         of_adapter = adapter_weight(name)
         assert of_adapter is not None
         matrix, weight = of_adapter
-        matrix_OI = torch.empty(self._spec.parameter_shapes[matrix])
-        self._base.read(matrix, matrix_OI)
-        trained = torch.empty(self._spec.adapter_shapes[name])
-        self._adapters.read(name, trained)
-        into.copy_(pissa.over_whole(weight.name, trained, matrix_OI, self._lora))
+        matrix_OI = _read(self.base, matrix, self.spec.parameter_shapes[matrix])
+        trained = _read(self.adapters, name, self.spec.adapter_shapes[name])
+        into.copy_(pissa.over_whole(weight.name, trained, matrix_OI, self.lora))
+
+
+def _read(source: _Source, name: str, shape: Sequence[int]) -> Tensor:
+    """Return a whole weight, in fp32."""
+    whole = torch.empty(tuple(shape))
+    source.read(name, whole)
+    return whole
 
 
 class _Copied:
@@ -498,7 +507,7 @@ def write_hugging_face(
     """
     source = _mean([checkpoint, *others])
     if spec.lora is not None:
-        source = _Merged(spec, spec.lora, _Rounded(_base(spec, origin_of(checkpoint)), spec), source)
+        source = _Merged(spec, spec.lora, _Rounded(spec, _base(spec, origin_of(checkpoint))), source)
     source = _PerExpert(source, spec)
     shapes = hugging_face_shapes(spec)
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize

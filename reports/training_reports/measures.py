@@ -134,7 +134,8 @@ def _scores(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
         scores = [run.scores.get(name) for run in runs]
 
         def differ(one: int, other: int, scores: Sequence[Score | None] = scores) -> bool:
-            first, second = scores[one], scores[other]
+            first = scores[one]
+            second = scores[other]
             if first is None or second is None or first.spread is None or second.spread is None:
                 return True
             return abs(first.value - second.value) > math.hypot(first.spread, second.spread)

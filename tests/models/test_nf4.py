@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llama_core.config.nf4 import BLOCK, BLOCK_BYTES, GROUP
 from llama_core.models import nf4
 
 seeds = st.integers(0, 2**32 - 1)
@@ -13,14 +14,14 @@ blocks = st.integers(1, 6)
 
 
 def drawn(seed, num_rows, num_blocks, *, zero_blocks=0):
-    matrix = 0.02 * torch.randn(num_rows, num_blocks * nf4.BLOCK, generator=torch.Generator().manual_seed(seed))
-    matrix.view(-1, nf4.BLOCK)[:zero_blocks] = 0
+    matrix = 0.02 * torch.randn(num_rows, num_blocks * BLOCK, generator=torch.Generator().manual_seed(seed))
+    matrix.view(-1, BLOCK)[:zero_blocks] = 0
     return matrix
 
 
 def codes(packed):
     """Return the codes of elements, two in a byte, and those of scales."""
-    blocks = packed.bytes_OK.view(-1, nf4.BLOCK_BYTES)
+    blocks = packed.bytes_OK.view(-1, BLOCK_BYTES)
     return blocks[:, :-1], blocks[:, -1].int()
 
 
@@ -36,14 +37,14 @@ def test_codes_are_those_of_bitsandbytes(seed, num_rows, num_blocks, zero_blocks
     torch.testing.assert_close(packed.scales_G[-1], state.offset)
     their_scales = state.absmax.int()
     same = scales == their_scales
-    ours = nf4.rounded(matrix).view(-1, nf4.BLOCK)
-    dequantised = functional.dequantize_4bit(theirs, state).view(-1, nf4.BLOCK)
+    ours = nf4.rounded(matrix).view(-1, BLOCK)
+    dequantised = functional.dequantize_4bit(theirs, state).view(-1, BLOCK)
     torch.testing.assert_close(ours[same], dequantised[same], rtol=0, atol=1e-6)
     # Its CPU kernel looks the code of a scale up in a table and, where two are about as near, may take the other one.
     assert ((scales - their_scales).abs() <= 1).all()
     levels = torch.tensor(nf4.SCALE_LEVELS)
-    groups_N = packed.scales_G[:-1].repeat_interleave(nf4.GROUP)[: len(scales)]
-    exact = (matrix.view(-1, nf4.BLOCK).abs().amax(1) - packed.scales_G[-1]) / groups_N
+    groups_N = packed.scales_G[:-1].repeat_interleave(GROUP)[: len(scales)]
+    exact = (matrix.view(-1, BLOCK).abs().amax(1) - packed.scales_G[-1]) / groups_N
     assert ((levels[scales] - exact).abs() <= (levels[their_scales] - exact).abs() + 1e-6).all()
 
 
@@ -57,7 +58,7 @@ def test_rounding_again_keeps_the_codes_of_elements(seed, num_rows, num_blocks):
 @given(seeds, rows, st.integers(1, 3))
 def test_blocks_of_zeros_stay_zeros(seed, num_rows, zero_blocks):
     matrix = drawn(seed, num_rows, 4, zero_blocks=zero_blocks)
-    assert not nf4.rounded(matrix).view(-1, nf4.BLOCK)[:zero_blocks].any()
+    assert not nf4.rounded(matrix).view(-1, BLOCK)[:zero_blocks].any()
     assert not nf4.rounded(torch.zeros_like(matrix)).any()
 
 
@@ -66,8 +67,8 @@ def test_a_part_is_that_part_of_the_whole(seed, num_rows, num_blocks, data):
     whole = nf4.pack(drawn(seed, num_rows, num_blocks))
     first_row, last_row = sorted(data.draw(st.integers(0, num_rows)) for _ in range(2))
     first_block, last_block = sorted(data.draw(st.integers(0, num_blocks)) for _ in range(2))
-    part = whole.bytes_OK[first_row:last_row, nf4.BLOCK_BYTES * first_block : nf4.BLOCK_BYTES * last_block]
+    part = whole.bytes_OK[first_row:last_row, BLOCK_BYTES * first_block : BLOCK_BYTES * last_block]
     place = nf4.Place(first_row, first_block, num_blocks)
     ours = nf4.unpack(whole._replace(bytes_OK=part.contiguous()), place, torch.float32)
     expected = nf4.unpack_whole(whole, torch.float32)
-    assert torch.equal(ours, expected[first_row:last_row, nf4.BLOCK * first_block : nf4.BLOCK * last_block])
+    assert torch.equal(ours, expected[first_row:last_row, BLOCK * first_block : BLOCK * last_block])

@@ -15,6 +15,7 @@ from distributed import run_ranks
 from parity import draw_adapters, native_engine
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from same_logits import TOKENS, assert_same_logits, logits
 from test_weights import (
     ALONE,
     PLANS,
@@ -43,7 +44,6 @@ pytestmark = pytest.mark.xdist_group("adapters")
 
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
 LORA = {"lora_rank": 4, "lora_alpha": 6.0, "target_modules": TARGETS}
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 BEGUN_UNDER = ("tp2 zero3 dp2, with adapters", "tp2 pp2")
 
 
@@ -121,16 +121,6 @@ def test_every_rank_starts_with_the_adapters_and_base_of_one_process_bit_for_bit
     for rank, wrong in enumerate(found):
         assert len(wrong) == 1 + 2 * len(BEGUN_UNDER)
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(TOKENS)
-
-
-def assert_same_logits(ours, theirs):
-    assert ours.std() > 1
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_a_peft_folder_loads_bit_for_bit_and_computes_the_same_logits(base, written_by_peft):

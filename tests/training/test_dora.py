@@ -9,6 +9,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from parity import draw_adapters, native_engine
 from peft import LoraConfig, PeftModel, get_peft_model
+from same_logits import TOKENS, assert_same_logits, logits
 from test_weights import (
     ALONE,
     PLANS,
@@ -32,7 +33,6 @@ from llama_core.training.weights import Pretrained
 pytestmark = pytest.mark.xdist_group("dora")
 
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
 def adapted(init_from, **lora):
@@ -65,16 +65,6 @@ def written_by_peft(base):
     folder = base.with_name("peft")
     model.save_pretrained(folder)
     return folder, logits
-
-
-@torch.no_grad()
-def logits(model):
-    return model(TOKENS)
-
-
-def assert_same_logits(ours, theirs):
-    assert ours.std() > 1
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_a_peft_folder_says_that_it_is_dora_and_computes_the_same_logits(written_by_peft):

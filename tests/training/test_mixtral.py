@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from parity import native_engine
+from same_logits import TOKENS
 from test_weights import ALONE, differing, filled, lively, save_folder, save_run, train
 from transformers import MixtralConfig, MixtralForCausalLM
 from width import wide
@@ -24,7 +25,6 @@ from llama_core.training.weights import Pretrained
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
 SIZES |= {"vocab_size": 66, "tied_embeddings": False, "max_context": 64}
 MOE = {"num_experts": 4, "experts_per_token": 2}
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
 def config(**settings):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from parity import native_engine
 from peft import PeftModel
+from same_logits import TOKENS, assert_same_logits, logits
 from test_weights import ALONE, differing, filled, lively, logits_of_transformers, new_run, save_folder, save_run, train
 from transformers import LlamaForCausalLM
 
@@ -28,7 +29,6 @@ SIZES = {
     "vocab_size": 66,
     "max_context": 64,
 }
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
 def request(folder, *overrides, **lora):
@@ -41,16 +41,6 @@ def request(folder, *overrides, **lora):
 def base(tmp_path_factory):
     spec = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES}).spec
     return save_folder(tmp_path_factory.mktemp("base") / "folder", lively(spec))
-
-
-@torch.no_grad()
-def logits(model):
-    return model(TOKENS)
-
-
-def assert_same_logits(ours, theirs):
-    assert ours.std() > 1
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def of_rounded(base):

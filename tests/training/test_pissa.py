@@ -8,6 +8,7 @@ import torch.distributed as dist
 from distributed import run_ranks
 from parity import native_engine
 from peft import LoraConfig, PeftModel, get_peft_model
+from same_logits import TOKENS, assert_same_logits, logits
 from test_weights import (
     ALONE,
     PLANS,
@@ -34,7 +35,6 @@ from llama_core.training.weights import Pretrained
 pytestmark = pytest.mark.xdist_group("pissa")
 
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj"]
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
 def adapted(base, **lora):
@@ -45,16 +45,6 @@ def adapted(base, **lora):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return save_folder(tmp_path_factory.mktemp("base") / "folder", lively(UNTIED.spec))
-
-
-@torch.no_grad()
-def logits(model):
-    return model(TOKENS)
-
-
-def assert_same_logits(ours, theirs):
-    assert ours.std() > 1
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def decaying(rows, columns):

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_packed_base import request, trained
+from same_logits import TOKENS
+from test_packed_base import SIZES, request, trained
 from test_weights import filled, lively, logits_of_transformers, save_folder
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
@@ -23,20 +24,9 @@ from llama_core.training.weights import whole_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
-SIZES = {
-    "hidden_size": 128,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 32,
-    "ffn_size": 192,
-    "vocab_size": 66,
-    "max_context": 64,
-}
 SPEC = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES}).spec
 PACKED = replace(SPEC, lora=LoRA(base="nf4", lora_rank=4))
 ADAPTED = replace(SPEC, lora=LoRA(lora_rank=4))
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 STATE = f"{QUERY}.quant_state.bitsandbytes__nf4"
 

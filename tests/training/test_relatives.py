@@ -3,6 +3,7 @@
 import pytest
 import torch
 from parity import native_engine
+from same_logits import TOKENS
 from test_weights import filled, save_run
 from transformers import (
     AutoModelForCausalLM,
@@ -43,7 +44,6 @@ RELATIVES = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, use_sliding_window=True),
     "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
 }
-TOKENS = torch.randint(0, 66, (2, 48), generator=torch.Generator().manual_seed(1))
 every_relative = pytest.mark.parametrize("kind", RELATIVES.values(), ids=RELATIVES)
 
 

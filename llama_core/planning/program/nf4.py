@@ -1,23 +1,16 @@
 """What a matrix does that is held in NF4; read it beside ``models/nf4.py``."""
 
-from llama_core.config.strategy import NF4_BLOCK, NF4_GROUP
+from llama_core.config.nf4 import BLOCK, num_scales, packed_bytes
 from llama_core.planning.program.model import ModelProgram
 from llama_core.planning.program.operations import FP32_BYTES, BothWays, Product, Size
 from llama_core.units import MIB
 
-BLOCK_BYTES = NF4_BLOCK // 2 + 1
-"""A byte for every two numbers of a block, and one for its scale."""
 UNPACKED_AT_ONCE = 4 * MIB
 """Most elements that are unpacked at once, but for those of a longer row; their scratch fits the cache of most GPUs."""
 SCRATCH_BYTES = 2 + FP32_BYTES
 """Of each of these elements: half of an index, and the number in fp32."""
 KERNELS_OF_SCALES = 8
 KERNELS_OF_ROWS = 3
-
-
-def packed_bytes(elements: int) -> int:
-    """Return the bytes that hold the elements of some whole blocks."""
-    return elements // NF4_BLOCK * BLOCK_BYTES
 
 
 def product(program: ModelProgram, name: str, x: int) -> int:
@@ -33,8 +26,7 @@ def product(program: ModelProgram, name: str, x: int) -> int:
     itemsize = program.itemsize
     weight = program.weight(Size(packed_bytes(elements) // itemsize, itemsize), is_trained=False)
     # the numbers of all groups of the whole matrix, and what is added to every scale
-    num_scales = -(-elements * program.setting.tp // (NF4_BLOCK * NF4_GROUP)) + 1
-    program.undivided_bytes += FP32_BYTES * num_scales
+    program.undivided_bytes += FP32_BYTES * num_scales(elements * program.setting.tp)
     factor = program.sizes[x]
     tokens = factor.elements // columns
     result = Size(tokens * rows, itemsize)
@@ -45,7 +37,7 @@ def product(program: ModelProgram, name: str, x: int) -> int:
     num_kernels = 1
     if not program.setting.compiles:  # eager kernels write the scales, and indices and numbers of some rows
         rows_at_once = min(rows, max(1, UNPACKED_AT_ONCE // columns))
-        scratch = elements // NF4_BLOCK * FP32_BYTES + rows_at_once * columns * SCRATCH_BYTES
+        scratch = elements // BLOCK * FP32_BYTES + rows_at_once * columns * SCRATCH_BYTES
         moved += 2 * elements * SCRATCH_BYTES
         num_kernels = KERNELS_OF_SCALES + KERNELS_OF_ROWS * -(-rows // rows_at_once)
     # the scratch has gone when the product makes its result

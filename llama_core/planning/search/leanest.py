@@ -6,12 +6,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from llama_core.config import nf4
 from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.program.nf4 import packed_bytes
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
 from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant
 from llama_core.planning.search.fitting import Fitting
@@ -145,7 +145,7 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
 def _frozen_bytes(config: RunConfig) -> int:
     spec = config.spec
     packed = sum(math.prod(spec.parameter_shapes[name]) for name in spec.packed)
-    return itemsize_of(config.training.precision) * (spec.num_frozen_parameters - packed) + packed_bytes(packed)
+    return itemsize_of(config.training.precision) * (spec.num_frozen_parameters - packed) + nf4.packed_bytes(packed)
 
 
 def _bytes_between_steps(config: RunConfig) -> float:
