@@ -89,7 +89,9 @@ def pack(matrix_OI: Tensor) -> Packed:
 
 
 def _divided(values: Tensor, by: Tensor) -> Tensor:
-    return values / torch.where(by == 0, 1, by)[:, None]
+    """Return each row divided by its number, as bitsandbytes divides; a row of nothing but zeros stays one."""
+    smallest = torch.finfo(by.dtype).tiny  # of a smaller one, the reciprocal is infinite
+    return values * torch.where(by < smallest, 1, by).reciprocal()[:, None]
 
 
 def _nearest(values: Tensor, levels: tuple[float, ...]) -> Tensor:

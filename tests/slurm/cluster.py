@@ -99,6 +99,12 @@ def requeue(job_id):
     _ask("scontrol", "requeue", job_id)
 
 
+def suspend(job_id):
+    """Stop the processes of a running job, which stays as it is until it is cancelled."""
+    wait_for_state(job_id, "RUNNING")
+    _ask("scontrol", "suspend", job_id)
+
+
 def send_signal(job_id, name):
     """Send a signal to every rank of a job, as Slurm does ahead of a time limit."""
     _ask("scancel", f"--signal={name}", job_id)

@@ -10,7 +10,7 @@ from test_attempts import history
 from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
-from llama_core.records.checkpoints import checkpoint_name, list_checkpoints
+from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.evaluation_jobs import read_attempt
 from llama_core.records.evaluations import read_scores
 
@@ -56,9 +56,11 @@ def test_every_checkpoint_is_evaluated_though_one_evaluation_is_killed(train):
     run = handle.run
     first = run.checkpoints / checkpoint_name(200)
     attempt = eventually(lambda: first.exists() and read_attempt(run, first))
+    cluster.suspend(attempt.job_id)  # so that it ends neither before nor after a moment that a machine's speed decides
+    eventually(lambda: checkpoint_step(list_checkpoints(run)[-1]) >= 600)
+    assert first in list_checkpoints(run)  # it waits
     cluster.cancel(attempt.job_id)
     assert handle.wait().status == "finished"
-    assert first in list_checkpoints(run)  # it waits
     scores = steps.evaluate(run)
     assert [(score.step, score.task) for score in scores] == [(step, "law") for step in (200, 400, 600, 800)]
     assert [score.tokens for score in scores] == [step * 8 * 64 for step in (200, 400, 600, 800)]
