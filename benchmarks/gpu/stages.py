@@ -45,6 +45,7 @@ FIRST_CALL = (
 
 SECOND_CALL = (
     _stage("fp8", 90, "kernels:fp8_products", "steps:fp8"),
+    _stage("recipes", 60, "recipes:numbers_in_nf4", "recipes:optimizers", "recipes:tuning"),
     _stage("masks", 90, "steps:masks"),
     _stage("peer_3b", 150, "peer:peer_3b", wants=_TITAN),
     _stage("large", 120, "steps:large"),

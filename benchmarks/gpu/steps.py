@@ -4,8 +4,9 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from benchmarks.gpu.shapes import llama3
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch
+from llama_core.objectives.preferences import ANSWER, REFERENCE
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import DocumentAttention, ParallelPlan
 from llama_core.planning.time.step_time import flops_per_token
@@ -32,6 +34,20 @@ DOCUMENTS_PER_ROW = 8
 FULL_MEMORY = "estimated to need {needed:.1f} GiB, and {free:.1f} GiB are free"
 
 
+def _answers(positions_BS: torch.Tensor) -> torch.Tensor:
+    """Return the number of each token's answer; every document is one, with a minus at its first token."""
+    starts_BS = positions_BS == 0
+    numbers_BS = starts_BS.cumsum(1)
+    return torch.where(starts_BS, -numbers_BS, numbers_BS).float()
+
+
+_VALUES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    ANSWER: _answers,
+    REFERENCE: lambda positions_BS: torch.zeros(positions_BS.shape),
+}
+"""What objectives read of each token, from the positions in documents."""
+
+
 class Steps:
     """Optimizer steps of this engine on one device.
 
@@ -43,6 +59,8 @@ class Steps:
         precision: the dtype of activations.
         deterministic: whether to use only deterministic kernels.
         times: how many such models are to fit the device.
+        training: further settings of the training.
+        sections: further sections of the configuration.
         plan: arguments of the plan: recomputation and compilation.
 
     Raises:
@@ -58,6 +76,8 @@ class Steps:
         precision: str = "bf16",
         deterministic: bool = False,
         times: int = 1,
+        training: Mapping[str, Any] = MappingProxyType({}),
+        sections: Mapping[str, Any] = MappingProxyType({}),
         **plan: Any,
     ) -> None:
         self.bench = bench
@@ -70,9 +90,11 @@ class Steps:
                     "batch_size": 1,
                     "precision": precision,
                     "deterministic": deterministic,
+                    **training,
                 },
                 "data": {"document_mask": documents != "none"},
                 "launch": {"device": bench.device.type},
+                **sections,
             }
         )
         self.plan = ParallelPlan(**plan)
@@ -97,7 +119,9 @@ class Steps:
 
     def _batch(self, positions_BS: torch.Tensor) -> Batch:
         tokens_BS = torch.randint(0, self.config.spec.vocab_size, positions_BS.shape)
-        batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), None if self.documents == "none" else positions_BS)
+        values = {name: _VALUES[name](positions_BS) for name in self.config.objective.per_token}
+        documents = None if self.documents == "none" else positions_BS
+        batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), documents, per_token=values)
         return (batch.with_documents() if self.documents == "varlen" else batch).to(self.bench.device)
 
     def take(self, batches: list[Batch] | None = None) -> None:
