@@ -5,13 +5,16 @@ import math
 
 import pytest
 import torch
+from distributed import run_ranks
 from test_generate import SMALL, make_lively, save_run
 from transformers import LlamaForCausalLM
 
 from llama_core.chain import evaluator
-from llama_core.chain.evaluate import HELD_OUT, evaluate
+from llama_core.chain.evaluate import HELD_OUT, LossOnData, evaluate
 from llama_core.chain.export import export_run
+from llama_core.chain.generate import find_model
 from llama_core.chain.prepare import prepare_run
+from llama_core.chain.questions import Order
 from llama_core.chain.runs import load_config
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
@@ -21,6 +24,7 @@ from llama_core.data.tokenising import tokenised
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError, WeightsError
 from llama_core.launch.rank import worker
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_name
 from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import read_scores
@@ -88,6 +92,28 @@ def test_every_checkpoint_is_evaluated_in_order(trained):
     assert [one.rows.losses for one in evaluate(trained.path, steps=2, device="cpu")] == [
         one.rows.losses for one in found[:2]
     ]
+
+
+def losses_of(source, data, plan):
+    question = LossOnData(data, seq_len=SEQ_LEN, num_sequences=19, tokenizer=None)
+    found = Order(question, "cpu", "fp32", plan).follow([find_model(source, 2, print)], print, print)
+    return {one.data: one.rows for one in found}
+
+
+PLANS = [
+    pytest.param(ParallelPlan(tp=2, dp_replicate=2), id="tp 2, dp 2"),
+    pytest.param(ParallelPlan(dp_replicate=3), id="dp 3", marks=pytest.mark.wide),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_that_divide_rows_and_matrices_tell_the_losses_of_one(trained, files, plan):
+    expected = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=19, device="cpu")}
+    for found in run_ranks(plan.world_size, losses_of, trained.path, files, plan):
+        assert found.keys() == expected.keys()
+        for name, rows in found.items():
+            assert rows.losses == pytest.approx(expected[name].losses, rel=1e-6)
+            assert rows.counts == expected[name].counts
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
@@ -168,9 +194,20 @@ def test_the_command_prints_a_line_for_each_or_json(trained, files, capsys):
     assert [one["data"] for one in found] == ["mine", "tales.jsonl"]
 
 
+@pytest.mark.wide
+def test_the_command_shares_held_out_rows_among_processes(trained, capsys):
+    assert cli.main(["evaluate", str(trained.path), "--device", "cpu"]) == 0
+    expected = capsys.readouterr().out
+    assert cli.main(["evaluate", str(trained.path), "--device", "cpu", "--gpus", "2"]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected
+    assert "in fp32 on 2 cpu processes (tp=1, dp=2)" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--gpus", "3", "--tensor-parallel", "3"], "tp=3 does not divide the 2 key/value heads"),
         (["--data", "a/docs", "b/docs"], "--data has two sets called docs; name them: --data first=a/docs second="),
         (["--data", "wiki="], "--data wiki=: no path after the name; give wiki=PATH"),
         (["--step", "newest"], "--step newest: give the step of a checkpoint, best or all"),

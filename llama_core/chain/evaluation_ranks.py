@@ -16,7 +16,7 @@ from llama_core import errors
 from llama_core.errors import TrainingInfraError
 from llama_core.machine.detect import available_cores
 
-_COMMAND = (sys.executable, "-P", "-m", "llama_core.chain.task_rank")
+_COMMAND = (sys.executable, "-P", "-m", "llama_core.chain.evaluation_rank")
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 """How long the first rank has to say what is wrong after another one has ended with an error."""
