@@ -20,10 +20,9 @@ from llama_core.data.tokenizer import check_fits, load_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
+from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
 from llama_core.records.held_out import HeldOutRows
 
-TOKENS_OF_A_FORWARD = 8192
-"""Most tokens of a forward that has several rows."""
 HELD_OUT = "held-out"
 """What the held-out documents of a run are called that have no name."""
 

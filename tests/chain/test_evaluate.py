@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from distributed import run_ranks
 from test_generate import SMALL, make_lively, save_run
 from transformers import LlamaForCausalLM
 
-from llama_core.chain import evaluator
+from llama_core.chain import evaluation_ranks, evaluator
 from llama_core.chain.evaluate import HELD_OUT, LossOnData, evaluate
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import find_model
@@ -25,7 +26,7 @@ from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError, WeightsError
 from llama_core.launch.rank import worker
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import checkpoint_name
+from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import read_scores
 from training_infra import cli
@@ -236,6 +237,17 @@ def test_the_scores_are_those_of_evaluate(trained, files, capsys):
     for name, score in scores.items():
         assert (score.value, score.standard_error) == (found[name].mean, found[name].standard_error)
         assert (score.step, score.tokens, score.metric, score.examples) == (2, 2 * 2 * SEQ_LEN, "loss", 4)
+
+
+def test_an_evaluation_of_which_a_rank_dies_has_not_ended(files, tmp_path, monkeypatch, capsys):
+    run = save_run(tmp_path / "run", {}, lambda engine, step: None)
+    with_evaluation(run, data=files, tp=2)
+    monkeypatch.setattr(evaluation_ranks, "_COMMAND", (sys.executable, "-c", "raise SystemExit('out of luck')"))
+    (checkpoint,) = list_checkpoints(run)
+    step = checkpoint_step(checkpoint)
+    assert evaluator.main([str(run.path), "--step", str(step), "--device", "cpu"]) == 1
+    assert "of the evaluation ended with exit code 1: out of luck" in capsys.readouterr().out
+    assert read_ending(run, checkpoint) is None
 
 
 def test_an_evaluation_that_is_refused_ends_with_the_reason(trained, files, capsys):

@@ -15,6 +15,8 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
+from llama_core.planning.evaluation import evaluating_device
+from llama_core.planning.plan import ParallelPlan
 from llama_core.units import MIB
 
 _CHECKED = (
@@ -104,6 +106,39 @@ def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) ->
         "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
         "additional_parameters": request["additional_parameters"] | sizes,  # submitit needs one number of nodes, too
     }
+
+
+def of_an_evaluation(config: RunConfig, plan: ParallelPlan) -> RunConfig:
+    """Return a configuration whose Slurm job is an evaluation's: on one node, with its partition, QOS and limit."""
+    asked = config.evaluation
+    slurm = config.launch.slurm
+    limits = {
+        "partition": asked.partition or slurm.partition,
+        "qos": asked.qos or slurm.qos,
+        "time_limit_min": asked.time_limit_min,
+        "memory_gb_per_node": None,
+        # the whole nodes that ranks may want
+        "options": {key: value for key, value in slurm.options.items() if key != "exclusive"},
+    }
+    launch = {
+        "device": evaluating_device(config, beside_ranks=True),
+        "nodes": 1,
+        "min_nodes": None,
+        "slurm": slurm.model_copy(update=limits),
+    }
+    return config.model_copy(
+        update={
+            "launch": config.launch.model_copy(update=launch),
+            "parallel": config.parallel.model_copy(update={"gpus": plan.world_size}),
+        }
+    )
+
+
+def in_one_task(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the request for a job whose only task starts its ranks itself, and so gets all of their cores and GPUs."""
+    cores = request["ntasks_per_node"] * request["cpus_per_task"]
+    srun_args = [*request["srun_args"], f"--cpus-per-task={cores}"]  # the last one counts
+    return request | {"ntasks_per_node": 1, "cpus_per_task": cores, "srun_args": srun_args}
 
 
 def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | None:
