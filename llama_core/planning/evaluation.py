@@ -3,11 +3,15 @@
 An evaluation holds no gradients, and the activations of one layer at a time:
 
 * weights: tensor-parallel ranks hold a part of every matrix and of the vocabulary.
-* forward: of each of ``TOKENS_OF_A_FORWARD`` tokens, the residual stream before and after a block, its norm and the
-  sum that ranks make of their parts, and the widest tensors inside a block.
-* logits: a chunk of them in fp32, and what the log-softmax makes of it.
-* cache: the keys and values of ``TOKENS_OF_A_GENERATION`` tokens in every layer, while texts are generated.
+* forward: of each token, the residual stream and the widest tensors inside a block.
+* logits: after the last block, a chunk of them in fp32, and what the log-softmax makes of it.
+* cache: while texts are generated, the keys and values of each token in every layer.
+
+The mask of padded prompts is left out. A test counts the bytes of real evaluations.
 """
+
+from dataclasses import dataclass
+from typing import Self
 
 from llama_core.config.evaluation import EvaluationDtype
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, gpu_spec
@@ -23,28 +27,57 @@ TOKENS_OF_A_FORWARD = 8192
 """Most tokens of a forward that has several rows."""
 TOKENS_OF_A_GENERATION = 32768
 """Most tokens of a batch that is generated: of its prompts, and of what follows."""
-_COPIES_OF_LOGITS = 3
-"""Themselves, their exponentials, and their copy in fp32."""
+_STREAMS = 4
+"""The residual stream before and after a block, its norm, and the sum of the parts that ranks make."""
+_COPIES_OF_LOGITS = 2
 
 
-def evaluation_bytes(spec: ModelSpec, tp: int, itemsize: int, *, generates: bool) -> int:
+@dataclass(frozen=True)
+class Forward:
+    """The largest forward of an evaluation."""
+
+    tokens: int
+    """Those of all of its rows."""
+    is_kept: bool
+    """Whether the keys and values of every layer are kept, for the tokens that follow."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Return the largest one of the evaluations of a run; tasks may generate, and then read prompts at once."""
+        if config.evaluation.tasks:
+            return cls(TOKENS_OF_A_GENERATION, is_kept=True)
+        return cls(max(TOKENS_OF_A_FORWARD, config.first_seq_len), is_kept=False)
+
+
+def evaluation_bytes(spec: ModelSpec, tp: int, itemsize: int, forward: Forward) -> int:
     """Return the bytes of one of ``tp`` devices that evaluate a model together.
 
     Args:
         spec: the model.
         tp: devices that divide it.
         itemsize: bytes of a weight and of an activation.
-        generates: whether texts are generated.
+        forward: its largest forward.
     """
-    chosen_experts = spec.moe.experts_per_token if spec.moe else 1
-    widest = max(2 * (spec.q_size + spec.kv_size), 3 * chosen_experts * spec.ffn_size)
-    forward = TOKENS_OF_A_FORWARD * itemsize * (4 * spec.hidden_size + widest // tp)
+    stream = forward.tokens * itemsize * _STREAMS * spec.hidden_size
+    block = forward.tokens * itemsize * _widest(spec) // tp
     vocab_rows = spec.vocab_size // tp
-    chunk = vocab_rows * FP32_BYTES * loss_chunk_tokens(vocab_rows, spec.hidden_size, FP32_BYTES)
+    tokens_of_chunk = min(forward.tokens, loss_chunk_tokens(vocab_rows, spec.hidden_size, FP32_BYTES))
+    logits = _COPIES_OF_LOGITS * vocab_rows * FP32_BYTES * tokens_of_chunk
+    passing = stream + max(block, logits)
     cache = 0
-    if generates:
-        cache = TOKENS_OF_A_GENERATION * spec.num_layers * 2 * spec.kv_size // tp * itemsize
-    return weight_bytes(spec, tp, itemsize) + forward + _COPIES_OF_LOGITS * chunk + cache
+    if forward.is_kept:
+        cache = forward.tokens * itemsize * spec.num_layers * 2 * spec.kv_size // tp
+        passing = max(passing, cache // 2)  # later, when half of the rows have ended and the others are copied
+    return weight_bytes(spec, tp, itemsize) + passing + cache
+
+
+def _widest(spec: ModelSpec) -> int:
+    """Return the most numbers that a block holds of a token: in attention, or in the feed-forward network."""
+    attention = 4 * spec.q_size + 2 * spec.kv_size  # with keys and values repeated for every query head
+    if spec.moe is None:
+        return max(attention, 4 * spec.ffn_size)
+    of_expert = 4 * spec.ffn_size + 2 * spec.hidden_size  # and its input and output
+    return max(attention, spec.moe.experts_per_token * of_expert)
 
 
 def weight_bytes(spec: ModelSpec, tp: int, itemsize: int) -> int:
@@ -126,7 +159,7 @@ def _fits(config: RunConfig, tp: int, gpu: DeviceSpec, dtype: EvaluationDtype | 
 
 def _bytes(config: RunConfig, tp: int, dtype: EvaluationDtype | None = None) -> int:
     asked = config.evaluation
-    return evaluation_bytes(config.spec, tp, itemsize_of(dtype or asked.dtype), generates=bool(asked.tasks))
+    return evaluation_bytes(config.spec, tp, itemsize_of(dtype or asked.dtype), Forward.of(config))
 
 
 def _too_small(config: RunConfig, tp: int, gpu: DeviceSpec) -> str:

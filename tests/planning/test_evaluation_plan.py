@@ -1,10 +1,20 @@
 """How many devices of a node evaluate a checkpoint: as asked, or the fewest whose memory holds the model."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
-from llama_core.planning.evaluation import evaluation_plan
+from llama_core.models.batch import Batch
+from llama_core.models.batched_generation import generate_rows
+from llama_core.models.scoring import Continuation, log_likelihoods
+from llama_core.planning.evaluation import Forward, evaluation_bytes, evaluation_plan
+from llama_core.rehearsal.byte_counter import ByteCounter
+from llama_core.training.evaluation import losses_of_rows
+from llama_core.training.weights import whole_model
 
 
 def config(model, gpu_type="h100", *, force=False, **evaluation):
@@ -60,3 +70,40 @@ def test_what_every_evaluation_would_fail_by_is_one_line_with_what_to_set(model,
 def test_a_model_that_does_not_fit_is_evaluated_all_the_same_if_that_is_forced():
     assert degrees("llama3_405b", force=True) == (8, 1)
     assert degrees("llama3_70b", force=True, tp=1) == (1, 1)
+
+
+ROWS = 4
+ROW = 500
+
+
+def losses(model):
+    tokens_BS = torch.zeros((ROWS, ROW), dtype=torch.int64)
+    losses_of_rows(model, [Batch(tokens_BS, tokens_BS, None)])
+
+
+def scores(model):
+    log_likelihoods(model, [Continuation((row,), (0,) * ROW) for row in range(ROWS)], context_length=ROW)
+
+
+def texts(model):
+    prompts = [[row] * (ROW - 1 - row) for row in range(ROWS)]  # padded, so that there is a mask
+    generate_rows(model, prompts, num_tokens=2, is_end=lambda row, tokens: row > 0)
+
+
+@pytest.mark.parametrize("compute", [losses, scores, texts])
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"num_layers": 16, "num_kv_heads": 32}, marks=pytest.mark.wide)], ids=["few", "many"]
+)
+def test_evaluations_hold_as_many_bytes_as_they_are_estimated_to(compute, sizes):
+    spec = replace(model_spec("llama3_8b"), **({"hidden_size": 256, "num_layers": 2, "ffn_size": 896} | sizes))
+    spec = replace(spec, head_dim=8, vocab_size=128)
+    model = whole_model(spec).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    with ByteCounter() as counter:
+        counter.relabel(model.parameters(), "weights")
+        compute(model)
+    counted = max(peak.num_bytes for peak in counter.peaks.values())
+    estimated = evaluation_bytes(spec, 1, 4, Forward(ROWS * ROW, is_kept=compute is texts))
+    assert 0.95 * counted <= estimated <= 1.25 * counted  # the mask of padded prompts is left out

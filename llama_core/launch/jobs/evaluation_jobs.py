@@ -25,7 +25,7 @@ from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import job_status
-from llama_core.planning.evaluation import evaluating_device, evaluation_bytes, evaluation_plan
+from llama_core.planning.evaluation import Forward, evaluating_device, evaluation_bytes, evaluation_plan
 from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import itemsize_of
@@ -203,6 +203,6 @@ def _host_bytes(config: RunConfig, plan: ParallelPlan) -> int:
     asked = config.evaluation
     process = CUDA_PROCESS_BYTES
     if config.launch.device == "cpu":
-        tensors = evaluation_bytes(config.spec, plan.tp, itemsize_of(asked.dtype), generates=bool(asked.tasks))
+        tensors = evaluation_bytes(config.spec, plan.tp, itemsize_of(asked.dtype), Forward.of(config))
         process = CPU_PROCESS_BYTES + tensors
     return _JOB_BYTES + plan.world_size * (process + _TASKS_BYTES)
