@@ -157,6 +157,10 @@ class LossSpikeError(BadStepError):
     """The loss or gradient norm rose far above its usual values: leave out the data of those steps."""
 
 
+class RankFailedError(TrainingInfraError):
+    """A rank of an evaluation that ended without saying what is wrong, as if it was killed: evaluate again."""
+
+
 class RegressionError(TrainingInfraError):
     """A measurement that is slower than earlier ones of the same work: look at what has changed since."""
 

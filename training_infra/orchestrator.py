@@ -320,10 +320,10 @@ def evaluate(
         steps: the step of a run's checkpoint, ``"best"`` or ``"all"``; by default the newest intact one.
         num_sequences: most sequences of each of the data, spread evenly; 0 for all. By default those of an evaluation
             in training.
-        **settings: ``tokenizer``, ``device`` (cpu or cuda) and ``dtype`` (fp32, bf16 or fp16); for data also
-            ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``, ``chat``, ``system``,
-            ``allow_code`` (execute Python code that comes with a task, or that the model writes for one), ``num_gpus``
-            (devices that share the texts) and ``tensor_parallel`` (devices among them that divide each copy).
+        **settings: ``tokenizer``, ``device`` (cpu or cuda), ``dtype`` (fp32, bf16 or fp16), ``num_gpus`` (devices that
+            share the work) and ``tensor_parallel`` (devices among them that divide each copy of the model); for data
+            also ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``, ``chat``, ``system``
+            and ``allow_code`` (execute Python code that comes with a task, or that the model writes for one).
 
     Returns:
         For each checkpoint and name of data: ``weights``, ``step``, ``data``, ``loss`` (nats per token),

@@ -1,32 +1,28 @@
 """The loss of weights on named data, to choose among checkpoints and models by."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from llama_core.chain.checkpoints import Best
-from llama_core.chain.generate import choose_device, find_model, tokenizer_of
+from llama_core.chain.generate import tokenizer_of
+from llama_core.chain.questions import All, AskedModel, OnProgress, Tell, ask
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource
-from llama_core.data.datasets import load_datasets, validation_batches
+from llama_core.data.datasets import batches_of_rows, load_datasets, rows_spread_evenly
 from llama_core.data.packing import PackedDataset, pack
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
 from llama_core.data.tokenizer import check_fits, load_tokenizer
-from llama_core.errors import ConfigError, DataError, RunDirectoryError
+from llama_core.errors import ConfigError, DataError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
-from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
-from llama_core.records.directory import RunDirectory
+from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
 from llama_core.records.held_out import HeldOutRows
 
-All = Literal["all"]
-"""Stands for the steps of all checkpoints."""
-TOKENS_OF_A_FORWARD = 8192
-"""Most tokens of a forward that has several rows."""
 HELD_OUT = "held-out"
 """What the held-out documents of a run are called that have no name."""
 
@@ -65,6 +61,17 @@ class Evaluation:
             "seq_len": self.seq_len,
         }
 
+    def as_record(self) -> dict[str, Any]:
+        """Return everything about the evaluation, with the loss of each row, for another process."""
+        rows = {"losses": self.rows.losses, "counts": self.rows.counts}
+        return vars(self) | {"weights": str(self.weights), "rows": rows}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Evaluation":
+        """Return what ``as_record`` describes."""
+        rows = HeldOutRows(tuple(record["rows"]["losses"]), tuple(record["rows"]["counts"]))
+        return cls(**(dict(record) | {"weights": Path(record["weights"]), "rows": rows}))
+
     def summary(self) -> str:
         """Return the loss, how far chance moves it, its perplexity and the tokens it is over, in one line."""
         spread = "" if self.rows.spread is None else f" ± {self.rows.spread:.4f}"
@@ -85,7 +92,9 @@ def evaluate(
     tokenizer: str | None = None,
     device: str | None = None,
     dtype: str = "fp32",
-    tell: Callable[[str], None] = lambda text: None,
+    num_gpus: int = 1,
+    tensor_parallel: int = 1,
+    tell: Tell = lambda text: None,
 ) -> Iterator[Evaluation]:
     """Yield the loss of the next token on each of the data, for each of the checkpoints asked for.
 
@@ -99,53 +108,111 @@ def evaluate(
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
         device: cpu or cuda; by default cuda if present.
         dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
+        num_gpus: devices of this machine that share the rows, each with a process of its own.
+        tensor_parallel: devices that divide the matrices of each copy of the model.
         tell: called with a line about what is evaluated, and about each damaged checkpoint that is passed over.
 
     Raises:
         ConfigError: if a number is out of range, or a folder has nothing held out.
+        PlanError: if the devices cannot divide the model.
         RunDirectoryError: if the run has no such checkpoint.
         CheckpointError, WeightsError: if weights are damaged or cannot be read.
         DataError: if the data or the tokenizer cannot be used.
         EnvironmentMismatchError, DoesNotFitError: if there is no such device, or it is too small.
     """
-    if seq_len is not None and seq_len < 2:
-        raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens")
-    if num_sequences is not None and num_sequences < 0:
-        raise ConfigError(f"sequences={num_sequences}: give a number of rows, or 0 for all")
-    with importing_torch():
-        from llama_core.training.evaluation import losses_of_rows
-        from llama_core.training.weights import whole_model
+    yield from ask(
+        LossOnData(data, seq_len=seq_len, num_sequences=num_sequences, tokenizer=tokenizer),
+        source,
+        steps=steps,
+        device=device,
+        dtype=dtype,
+        num_gpus=num_gpus,
+        tensor_parallel=tensor_parallel,
+        tell=tell,
+        on_progress=lambda name, done, total: None,
+    )
 
-    rows: dict[str, PackedDataset] = {}
-    on = device or ""
-    for step in steps_to_evaluate(source, steps):
-        weights, config = find_model(source, step, tell)
-        if not rows:
-            rows = _rows(weights, config, data, seq_len, tokenizer)
-            most = _most_rows(config, num_sequences, len(rows), by_default=data is None)
-            on = choose_device(device, config, dtype)
-        tell(f"{weights} in {dtype} on {on}")
-        model = whole_model(config.spec, weights, device=on, dtype=dtype)
-        for name, packed in rows.items():
+
+class LossOnData:
+    """The question what loss models have on data, on the same rows for all of them: those for the first one.
+
+    Args:
+        data: see ``evaluate``, also for the others.
+        seq_len: tokens of a row.
+        num_sequences: most rows of each of the data.
+        tokenizer: 'bytes' or a path.
+
+    Raises:
+        ConfigError: if a number is out of range.
+    """
+
+    kind: ClassVar[str] = "data"
+
+    def __init__(
+        self,
+        data: Mapping[str, DataSource] | None,
+        *,
+        seq_len: int | None,
+        num_sequences: int | None,
+        tokenizer: str | None,
+    ) -> None:
+        if seq_len is not None and seq_len < 2:
+            raise ConfigError(f"seq_len={seq_len}: a row needs at least 2 tokens")
+        if num_sequences is not None and num_sequences < 0:
+            raise ConfigError(f"sequences={num_sequences}: give a number of rows, or 0 for all")
+        self.tokenizer = tokenizer
+        self._data = data
+        self._seq_len = seq_len
+        self._num_sequences = num_sequences
+        self._rows: dict[str, PackedDataset] = {}
+        self._most = 0
+
+    def check(self, weights: Path, config: RunConfig) -> None:
+        """Tokenise the data, and refuse what has no rows."""
+        if not self._rows:
+            self._rows = _rows(weights, config, self._data, self._seq_len, self.tokenizer)
+            self._most = _most_rows(config, self._num_sequences, len(self._rows), by_default=self._data is None)
+
+    def prepare(self, weights: Path, config: RunConfig, tell: Tell) -> None:
+        """Read the rows."""
+        self.check(weights, config)
+
+    def answers(self, asked: AskedModel, tell: Tell, on_progress: OnProgress) -> Iterator[Evaluation]:
+        """Yield the loss on each of the data; data-parallel ranks share the rows."""
+        with importing_torch():
+            from llama_core.training.evaluation import losses_of_rows
+
+        for name, packed in self._rows.items():
             at_once = max(1, TOKENS_OF_A_FORWARD // packed.seq_len)
-            losses = losses_of_rows(model, validation_batches(packed, at_once, most or len(packed)))
-            yield Evaluation(weights, step_of(weights), name, losses, packed.seq_len)
-        del model  # before the next one takes its memory
 
+            def losses(rows: Sequence[int], packed: PackedDataset = packed, at_once: int = at_once) -> list[Any]:
+                return losses_of_rows(asked.model, batches_of_rows(packed, rows, at_once))
 
-def steps_to_evaluate(source: Path, asked: int | Best | All | None) -> Sequence[int | Best | None]:
-    """Return the steps to evaluate, ascending; None stands for the newest, or for a folder."""
-    if asked != "all":
-        return [asked]
-    steps = [checkpoint_step(path) for path in list_checkpoints(RunDirectory(source))]
-    if not steps:
-        raise RunDirectoryError(f"{source} has no checkpoint; name a run's directory, or drop --step all")
-    return sorted(steps)
+            found = asked.ranks.shared(rows_spread_evenly(packed, self._most or len(packed)), losses)
+            rows = HeldOutRows.of([loss for loss, _ in found], [count for _, count in found])
+            yield Evaluation(asked.weights, asked.step, name, rows, packed.seq_len)
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the question for another process."""
+        return {
+            "data": None if self._data is None else dict(self._data),
+            "seq_len": self._seq_len,
+            "num_sequences": self._num_sequences,
+            "tokenizer": self.tokenizer,
+        }
 
-def step_of(weights: Path) -> int | None:
-    """Return the step of a checkpoint; None for a folder."""
-    return checkpoint_step(weights) if is_checkpoint(weights) else None
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "LossOnData":
+        """Return what ``as_record`` describes."""
+        data = record["data"]
+        if data is not None:
+            data = {name: source if isinstance(source, str) else tuple(source) for name, source in data.items()}
+        own = {name: record[name] for name in ("seq_len", "num_sequences", "tokenizer")}
+        return cls(data, **own)
+
+    def answer(self, record: Mapping[str, Any]) -> Evaluation:
+        """Return the loss that a record describes."""
+        return Evaluation.from_record(record)
 
 
 def _rows(

@@ -19,9 +19,11 @@ from llama_core.chain.recorded import recorded_losses, recorded_tasks
 from llama_core.chain.runs import load_config
 from llama_core.chain.tasks import Asked, evaluate_tasks
 from llama_core.config.run import RunConfig
-from llama_core.errors import TrainingInfraError
+from llama_core.errors import RankFailedError, TrainingInfraError
 from llama_core.launch.jobs.evaluation_jobs import Evaluations, evaluations_of
 from llama_core.launch.jobs.handle import EVALUATOR
+from llama_core.machine.detect import detect_machine
+from llama_core.planning.evaluation import evaluation_plan
 from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import (
@@ -143,6 +145,9 @@ def evaluate_checkpoint(run: RunDirectory, step: int, device: str | None, tell: 
 
     Returns:
         Why there are no scores; empty if there are.
+
+    Raises:
+        RankFailedError: if one of several processes was killed or crashed; the evaluation has not ended then.
     """
     config = load_config(run)
     checkpoint = run.checkpoints / checkpoint_name(step)
@@ -150,6 +155,8 @@ def evaluate_checkpoint(run: RunDirectory, step: int, device: str | None, tell: 
     given: dict[str, Any] = {"steps": step, "device": device, "dtype": asked.dtype, "tell": tell}
     problem = ""
     try:
+        plan = evaluation_plan(config, device or ("cuda" if detect_machine().gpus else "cpu"))
+        given |= {"num_gpus": plan.world_size, "tensor_parallel": plan.tp}
         if asked.data:
             losses = evaluate(run.path, asked.data, num_sequences=asked.sequences, **given)
             for loss in recorded_losses(losses, num_sequences=asked.sequences, dtype=asked.dtype, tell=tell):
@@ -160,6 +167,8 @@ def evaluate_checkpoint(run: RunDirectory, step: int, device: str | None, tell: 
             for score in recorded_tasks(scores, how, dtype=asked.dtype, tell=tell):
                 for line in score.lines():
                     tell(line)
+    except RankFailedError:  # as if this process had crashed: it does not end the evaluation
+        raise
     except TrainingInfraError as error:
         problem = str(error)
     write_ending(run, checkpoint, problem)

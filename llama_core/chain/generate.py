@@ -32,7 +32,7 @@ from llama_core.models.pretrained import (
 )
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.units import format_bytes
+from llama_core.units import divisors, format_bytes
 
 if TYPE_CHECKING:
     from llama_core.models.llama import Llama
@@ -216,12 +216,13 @@ def choose_device(asked: str | None, config: RunConfig, dtype: str, plan: Parall
         asked: cpu or cuda; None for a GPU if present.
         config: a run with the model.
         dtype: dtype of the weights.
-        plan: how devices of this machine divide the model; None for one.
+        plan: how devices of this machine divide the model; None for one, where there cannot be more.
 
     Raises:
         EnvironmentMismatchError: if there is no such device, or there are too few.
         DoesNotFitError: if the weights do not fit into its memory, as far as that is known.
     """
+    may_be_divided = plan is not None
     plan = plan or ParallelPlan()
     machine = detect_machine()
     if asked == "cuda" and not machine.gpus:
@@ -235,11 +236,15 @@ def choose_device(asked: str | None, config: RunConfig, dtype: str, plan: Parall
     free: float = machine.available_memory_bytes
     if device == "cuda":
         free = machine.gpu_type.usable_bytes if machine.gpu_type else math.inf
-    needed = config.spec.num_parameters * (4 if dtype == "fp32" else 2)
-    needed = needed // plan.tp if device == "cuda" else needed * plan.dp
+    whole = config.spec.num_parameters * (4 if dtype == "fp32" else 2)
+    needed = whole // plan.tp if device == "cuda" else whole * plan.dp
     if needed > free:
+        ways = "use 16 bits (--dtype bf16), or a larger device"
+        fewest = next((count for count in divisors(config.spec.num_kv_heads) if whole <= count * free), None)
+        if may_be_divided and device == "cuda" and fewest is not None:
+            ways += f", or divide the model (--gpus {fewest} --tensor-parallel {fewest})"
         raise DoesNotFitError(
             f"the weights of {config.spec.name} take {format_bytes(needed)} in {dtype}, more than the "
-            f"{format_bytes(free)} of {device} memory here; use 16 bits (--dtype bf16), or a larger device"
+            f"{format_bytes(free)} of {device} memory here; {ways}"
         )
     return device

@@ -25,11 +25,12 @@ from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.statistics import DataStatistics
-from llama_core.errors import ConfigError, DataError, DoesNotFitError, RunDirectoryError
+from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.generation_config import generation_config
 from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
+from llama_core.planning.evaluation import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import data_digests, newest_checkpoint
 from llama_core.records.data_changes import allow_data_change as record_allowed_change
@@ -269,9 +270,12 @@ def check_evaluation(config: RunConfig) -> None:
 
     Raises:
         ConfigError: if data cannot be used, a task is unknown, or has code.
+        ConfigError, PlanError, DoesNotFitError: if the devices of an evaluation cannot hold or divide the model.
         DataError, HubError, EnvironmentMismatchError: if a task's data or the harness cannot be had.
     """
     asked = config.evaluation
+    if asked.is_asked_for:
+        _check_evaluating_devices(config)
     how = Asked.of(asked)
     if asked.tasks:
         find_tasks(asked.tasks, asked.include_path, how, tell=partial(say, "note"))
@@ -281,6 +285,21 @@ def check_evaluation(config: RunConfig) -> None:
             check_data(config.data.model_copy(update=alone), config.spec)
         except DataError as error:
             raise ConfigError(f"evaluation.data.{name}: {error}") from None
+
+
+def _check_evaluating_devices(config: RunConfig) -> None:
+    device = evaluating_device(config, beside_ranks=True)
+    if device == "auto":
+        return
+    plan = evaluation_plan(config, device)
+    num_here = len(detect_machine().gpus)
+    if config.launch.is_here and device == "cuda" and plan.world_size > num_here:
+        raise EnvironmentMismatchError(
+            f"evaluation.gpus={plan.world_size} are more than the {num_here} GPUs of this machine; use fewer, or "
+            "evaluation.device=cpu"
+        )
+    if config.evaluation.tp == "auto" and plan.tp > 1:
+        say("note", f"evaluation.tp={plan.tp}: fewer GPUs do not hold {config.spec.name} in {config.evaluation.dtype}")
 
 
 def _seen_from_anywhere(config: RunConfig) -> RunConfig:

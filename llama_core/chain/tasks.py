@@ -1,38 +1,32 @@
 """Evaluate weights on tasks of lm-evaluation-harness, to compare them with published scores."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llama_core.chain.checkpoints import Best
 from llama_core.chain.conversation import end_of_turn, template_of
-from llama_core.chain.evaluate import All, step_of, steps_to_evaluate
-from llama_core.chain.generate import check_text, choose_device, ends_of_texts, find_model, tokenizer_of
-from llama_core.chain.task_ranks import answers_of_ranks
+from llama_core.chain.generate import check_text, ends_of_texts
+from llama_core.chain.questions import All, AskedModel, OnProgress, Tell, ask, own_tokenizer
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import ChatTemplate
 from llama_core.data.rendering import TemplateRefusalError
 from llama_core.data.task_folder import check_task_folder
-from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, DataError, EnvironmentMismatchError
 from llama_core.imports import importing_torch
-from llama_core.planning.plan import ParallelPlan
 from llama_core.records.evaluations import TaskScore
 from llama_core.records.held_out import TOLD_APART
 
 if TYPE_CHECKING:
-    from llama_core.parallel.evaluating import EvaluatingRanks
     from llama_core.training.harness import HarnessModel
     from llama_core.training.harness_tasks import Tasks
 
-Tell = Callable[[str], None]
-OnProgress = Callable[[str, int, int], None]
 _SENDING_NOTHING = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",
@@ -101,11 +95,11 @@ class TaskEvaluation:
         return [{"weights": str(self.weights), "step": self.step} | asdict(score) for score in self.scores]
 
     @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> "TaskEvaluation":
-        """Return what ``as_dict`` describes."""
+    def from_record(cls, record: Mapping[str, Any]) -> "TaskEvaluation":
+        """Return what ``as_record`` describes."""
         return cls(Path(record["weights"]), record["step"], tuple(TaskScore(**score) for score in record["scores"]))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, Any]:
         """Return the evaluation as one record."""
         return {"weights": str(self.weights), "step": self.step, "scores": [asdict(score) for score in self.scores]}
 
@@ -169,119 +163,97 @@ def evaluate_tasks(
         DataError, HubError: if the data of a task, the tokenizer or the chat template cannot be used.
         EnvironmentMismatchError, DoesNotFitError: if the harness or a device is missing, or a device is too small.
     """
-    asked = asked or Asked()
-    path = _checked_folder(names, folder, allow_code=allow_code)
-    plan = plan_of(num_gpus, tensor_parallel)
-    found = (find_model(source, step, tell) for step in steps_to_evaluate(source, steps))
-    weights, config = next(found)
-    read_with = _Reader(weights, config, tokenizer, asked)  # refuses what does not suit before anything is started
-    plan.check(config.spec, seq_len=config.spec.max_context, precision="fp32")
-    order = Order(
-        names=tuple(names),
-        folder=None if path is None else str(path),
-        asked=asked,
+    question = ScoresOnTasks(
+        tuple(names),
+        _checked_folder(names, folder, allow_code=allow_code),
+        asked or Asked(),
         allow_code=allow_code,
         tokenizer=tokenizer,
-        device=choose_device(device, config, dtype, plan),
+    )
+    yield from ask(
+        question,
+        source,
+        steps=steps,
+        device=device,
         dtype=dtype,
-        plan=plan,
+        num_gpus=num_gpus,
+        tensor_parallel=tensor_parallel,
+        tell=tell,
+        on_progress=on_progress,
     )
-    models = chain([(weights, config)], found)
-    if plan.world_size == 1:
-        yield from follow(order, models, None, tell, on_progress)
-        return
-    tell(
-        f"{weights} in {dtype} on {plan.world_size} {order.device} processes (tp={plan.tp}, dp={plan.dp}), "
-        f"tokenizer {read_with.tokenizer.name}"
-    )
-    for answer in answers_of_ranks(order.as_record([str(weights) for weights, _ in models]), plan.world_size):
-        match answer:
-            case {"tell": text}:
-                tell(text)
-            case {"progress": progress}:
-                on_progress(*progress)
-            case {"evaluation": record}:
-                yield TaskEvaluation.from_dict(record)
 
 
-def plan_of(num_gpus: int, tensor_parallel: int) -> ParallelPlan:
-    """Return how devices share the work.
-
-    Raises:
-        ConfigError: if a number is below 1, or the second does not divide the first.
-    """
-    if num_gpus < 1 or tensor_parallel < 1:
-        raise ConfigError(f"num_gpus={num_gpus} and tensor_parallel={tensor_parallel}: use at least 1 of each")
-    if num_gpus % tensor_parallel:
-        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide num_gpus={num_gpus}; use a divisor")
-    return ParallelPlan(tp=tensor_parallel, dp_replicate=num_gpus // tensor_parallel, sequence_parallel=False)
-
-
-@dataclass(frozen=True)
-class Order:
-    """What is to be evaluated on, when all of it has been checked."""
-
-    names: tuple[str, ...]
-    folder: str | None
-    asked: Asked
-    allow_code: bool
-    tokenizer: str | None
-    device: str
-    dtype: str
-    plan: ParallelPlan
-
-    def as_record(self, weights: Sequence[str]) -> dict[str, Any]:
-        """Return the order, with the weights, for another process."""
-        return vars(self) | {"asked": asdict(self.asked), "plan": self.plan.as_dict(), "weights": list(weights)}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> tuple["Order", list[Path]]:
-        """Return an order and its weights."""
-        known = dict(record)
-        weights = [Path(path) for path in known.pop("weights")]
-        known |= {"names": tuple(known["names"]), "asked": Asked(**known["asked"])}
-        return cls(**(known | {"plan": ParallelPlan.from_dict(known["plan"])})), weights
-
-
-def follow(
-    order: Order,
-    models: Iterable[tuple[Path, RunConfig]],
-    ranks: "EvaluatingRanks | None",
-    tell: Tell,
-    on_progress: OnProgress,
-) -> Iterator[TaskEvaluation]:
-    """Yield the scores of models, in this process or, together with others, in each of ``ranks``.
+class ScoresOnTasks:
+    """The question how models solve tasks.
 
     Args:
-        order: the tasks, and how they are asked.
-        models: where the weights are, all of them intact, and the configuration of a run that has them.
-        ranks: the ranks of the order's plan; None for one process.
-        tell: see ``evaluate_tasks``, also for the next.
-        on_progress: called with what this rank has done.
+        names: see ``evaluate_tasks``, also for the others.
+        folder: a folder of further tasks, which has been checked.
+        asked: how the tasks are asked.
+        allow_code: whether they may execute code.
+        tokenizer: 'bytes' or a path.
     """
-    with importing_torch():
-        from llama_core.parallel.ranks import one_per_machine_first, this_device
-        from llama_core.training.harness import HarnessModel
-        from llama_core.training.weights import whole_model
 
-    asked = order.asked
-    with one_per_machine_first():  # fetches their data
-        folder = None if order.folder is None else Path(order.folder)
-        tasks = _load_tasks(order.names, folder, asked, order.allow_code, tell)
-    for weights, config in models:
-        read_with = _Reader(weights, config, order.tokenizer, asked)
-        if ranks is None:
-            tell(f"{weights} in {order.dtype} on {order.device}, tokenizer {read_with.tokenizer.name}")
-        divide = _as_it_is if ranks is None else ranks.divide
-        device = order.device if ranks is None else str(this_device(order.device))
-        model = whole_model(config.spec, weights, device=device, dtype=order.dtype, divide=divide)
-        answers = HarnessModel(model, read_with.tokenizer, ends=read_with.ends, chat=read_with.template, ranks=ranks)
-        for name in tasks.names:
+    kind: ClassVar[str] = "tasks"
+
+    def __init__(
+        self, names: Sequence[str], folder: Path | None, asked: Asked, *, allow_code: bool, tokenizer: str | None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._names = names
+        self._folder = folder
+        self._asked = asked
+        self._allow_code = allow_code
+        self._tasks: Tasks | None = None
+
+    def check(self, weights: Path, config: RunConfig) -> None:
+        """Refuse a model that cannot be asked."""
+        _Ways(weights, config, own_tokenizer(weights, config, self.tokenizer), self._asked)
+
+    def prepare(self, weights: Path, config: RunConfig, tell: Tell) -> None:
+        """Load the tasks and their data."""
+        if self._tasks is None:
+            self._tasks = _load_tasks(self._names, self._folder, self._asked, self._allow_code, tell)
+
+    def answers(self, asked: AskedModel, tell: Tell, on_progress: OnProgress) -> Iterator[TaskEvaluation]:
+        """Yield the scores on each task."""
+        with importing_torch():
+            from llama_core.training.harness import HarnessModel
+
+        assert self._tasks is not None
+        how = self._asked
+        ways = _Ways(asked.weights, asked.config, asked.tokenizer, how)
+        answers = HarnessModel(asked.model, asked.tokenizer, ends=ways.ends, chat=ways.template, ranks=asked.ranks)
+        for name in self._tasks.names:
             answers.on_progress = partial(on_progress, name)
-            scores = tasks.run(name, answers, limit=asked.limit, system=asked.system, chat=asked.chat)
+            scores = self._tasks.run(name, answers, limit=how.limit, system=how.system, chat=how.chat)
             _tell_changes(name, answers, tell)
-            yield TaskEvaluation(weights, step_of(weights), scores)
-        del model, answers  # before the next one takes its memory
+            yield TaskEvaluation(asked.weights, asked.step, scores)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the question for another process."""
+        return {
+            "names": list(self._names),
+            "folder": None if self._folder is None else str(self._folder),
+            "asked": asdict(self._asked),
+            "allow_code": self._allow_code,
+            "tokenizer": self.tokenizer,
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "ScoresOnTasks":
+        """Return what ``as_record`` describes."""
+        return cls(
+            tuple(record["names"]),
+            None if record["folder"] is None else Path(record["folder"]),
+            Asked(**record["asked"]),
+            allow_code=record["allow_code"],
+            tokenizer=record["tokenizer"],
+        )
+
+    def answer(self, record: Mapping[str, Any]) -> TaskEvaluation:
+        """Return the scores that a record describes."""
+        return TaskEvaluation.from_record(record)
 
 
 def find_tasks(
@@ -314,21 +286,15 @@ def _load_tasks(names: Sequence[str], folder: Path | None, asked: Asked, allow_c
     return Tasks(names, folder=folder, num_fewshot=asked.num_fewshot, allow_code=allow_code, tell=tell)
 
 
-def _as_it_is(model: object) -> None:
-    """Divide nothing."""
+class _Ways:
+    """How a model talks: its chat template if it is asked for, and the ends of its texts."""
 
-
-class _Reader:
-    """What a model reads and writes with: its tokenizer, its chat template, and the ends of its texts."""
-
-    def __init__(self, weights: Path, config: RunConfig, tokenizer: str | None, asked: Asked) -> None:
-        self.tokenizer: Tokenizer = load_tokenizer(tokenizer_of(weights, config, tokenizer))
-        check_fits(self.tokenizer, config.spec.vocab_size)
+    def __init__(self, weights: Path, config: RunConfig, tokenizer: Tokenizer, asked: Asked) -> None:
         self.template: ChatTemplate | None = None
-        self.ends = ends_of_texts(weights, self.tokenizer)
+        self.ends = ends_of_texts(weights, tokenizer)
         if asked.chat:
-            self.template = template_of(weights, config, self.tokenizer)
-            self.ends |= end_of_turn(self.template, self.tokenizer)
+            self.template = template_of(weights, config, tokenizer)
+            self.ends |= end_of_turn(self.template, tokenizer)
             if asked.system is not None:
                 _check_system_prompt(self.template, asked.system)
 

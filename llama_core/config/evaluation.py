@@ -1,11 +1,11 @@
 """What the checkpoints of a run are evaluated on while it trains."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from llama_core.config.section import Key, Section
-from llama_core.config.settings import DataSource, Device, SourceName, differ_in_more_than_case, paths_by_name
+from llama_core.config.settings import Count, DataSource, Device, SourceName, differ_in_more_than_case, paths_by_name
 from llama_core.config.slurm import Minutes, SlurmName
 
 EvaluationDtype = Literal["fp32", "bf16", "fp16"]
@@ -44,12 +44,21 @@ class EvaluationConfig(Section):
     """cpu or cuda; auto: the run's in a Slurm job of its own, and the CPU beside ranks on this machine."""
     dtype: EvaluationDtype = "fp32"
     """dtype of the weights and of the arithmetic: fp32, bf16 or fp16."""
+    gpus: int | None = Field(None, ge=1)
+    """Devices of one node that share each evaluation, in a process each; default: as many as evaluation.tp."""
+    tp: Count = "auto"
+    """Devices among them that divide each copy of the model; auto: the fewest GPUs that hold it, or one CPU process."""
     partition: SlurmName | None = None
     """Partition of the Slurm jobs; default: that of the run."""
     qos: SlurmName | None = None
     """Their quality of service; default: that of the run."""
     time_limit_min: Minutes = 120
     """Their time limit, in minutes or as Slurm writes it."""
+
+    @field_validator("tp", mode="before")
+    @classmethod
+    def _null_is_auto(cls, value: Any) -> Any:
+        return "auto" if value is None else value
 
     @property
     def is_asked_for(self) -> bool:

@@ -150,9 +150,9 @@ def validation_batches(
         world_size: number of these ranks.
         fills_batches: fill the last batch with rows without targets, so that compiled blocks see one size.
     """
-    num_rows = min(max_rows, len(dataset))
-    rows = [index * len(dataset) // num_rows for index in range(num_rows)][rank::world_size]
-    share = -(-num_rows // world_size)
+    of_all = rows_spread_evenly(dataset, max_rows)
+    rows = of_all[rank::world_size]
+    share = -(-len(of_all) // world_size)
     if fills_batches:
         share = -(-share // batch_size) * batch_size
     padded = rows + [0] * (share - len(rows))
@@ -162,7 +162,19 @@ def validation_batches(
         yield batch
 
 
-def _batch(dataset: PackedDataset | Mixture, rows: list[int], num_workers: int = 0) -> Batch:
+def rows_spread_evenly(dataset: PackedDataset, max_rows: int) -> list[int]:
+    """Return the places of at most ``max_rows`` rows spread evenly over ``dataset``, the same ones every time."""
+    num_rows = min(max_rows, len(dataset))
+    return [index * len(dataset) // num_rows for index in range(num_rows)]
+
+
+def batches_of_rows(dataset: PackedDataset, rows: Sequence[int], batch_size: int) -> Iterator[Batch]:
+    """Yield rows of ``dataset``, given by their places, in batches of ``batch_size`` except for the last."""
+    for start in range(0, len(rows), batch_size):
+        yield _batch(dataset, rows[start : start + batch_size])
+
+
+def _batch(dataset: PackedDataset | Mixture, rows: Sequence[int], num_workers: int = 0) -> Batch:
     import torch
 
     if num_workers > 1:  # a row may have to come from the disk; starting threads takes far less time

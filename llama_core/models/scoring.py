@@ -18,9 +18,8 @@ from llama_core.models.head import HeadInputs, logits
 from llama_core.models.llama import Llama
 from llama_core.models.loss import default_chunk_tokens
 from llama_core.models.objective import Objective
+from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
 
-TOKENS_OF_A_FORWARD = 8192
-"""Most tokens of a forward that has several rows."""
 NOT_FINITE = (
     "the model's logits are not finite; its training diverged (choose an earlier checkpoint), or its weights are too "
     "large for fp16 (choose another dtype)"

@@ -25,9 +25,8 @@ from llama_core.models.generation import Sampling
 from llama_core.models.llama import Llama
 from llama_core.models.scoring import Continuation, LogLikelihood, log_likelihoods
 from llama_core.parallel.evaluating import EvaluatingRanks
+from llama_core.planning.evaluation import TOKENS_OF_A_GENERATION
 
-TOKENS_OF_A_GENERATION = 32768
-"""Most tokens of a batch that is generated: of its prompts, and of what follows."""
 MOST_ROWS = 64
 """Most texts that are generated at once."""
 SEED = 1234

@@ -2,16 +2,20 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
+from distributed import run_ranks
 from test_generate import SMALL, make_lively, save_run
 from transformers import LlamaForCausalLM
 
-from llama_core.chain import evaluator
-from llama_core.chain.evaluate import HELD_OUT, evaluate
+from llama_core.chain import evaluation_ranks, evaluator
+from llama_core.chain.evaluate import HELD_OUT, LossOnData, evaluate
 from llama_core.chain.export import export_run
+from llama_core.chain.generate import find_model
 from llama_core.chain.prepare import prepare_run
+from llama_core.chain.questions import Order
 from llama_core.chain.runs import load_config
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
@@ -21,7 +25,8 @@ from llama_core.data.tokenising import tokenised
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError, WeightsError
 from llama_core.launch.rank import worker
-from llama_core.records.checkpoints import checkpoint_name
+from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import read_scores
 from training_infra import cli
@@ -88,6 +93,28 @@ def test_every_checkpoint_is_evaluated_in_order(trained):
     assert [one.rows.losses for one in evaluate(trained.path, steps=2, device="cpu")] == [
         one.rows.losses for one in found[:2]
     ]
+
+
+def losses_of(source, data, plan):
+    question = LossOnData(data, seq_len=SEQ_LEN, num_sequences=19, tokenizer=None)
+    found = Order(question, "cpu", "fp32", plan).follow([find_model(source, 2, print)], print, print)
+    return {one.data: one.rows for one in found}
+
+
+PLANS = [
+    pytest.param(ParallelPlan(tp=2, dp_replicate=2), id="tp 2, dp 2"),
+    pytest.param(ParallelPlan(dp_replicate=3), id="dp 3", marks=pytest.mark.wide),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_that_divide_rows_and_matrices_tell_the_losses_of_one(trained, files, plan):
+    expected = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=19, device="cpu")}
+    for found in run_ranks(plan.world_size, losses_of, trained.path, files, plan):
+        assert found.keys() == expected.keys()
+        for name, rows in found.items():
+            assert rows.losses == pytest.approx(expected[name].losses, rel=1e-6)
+            assert rows.counts == expected[name].counts
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 2e-2)])
@@ -168,9 +195,20 @@ def test_the_command_prints_a_line_for_each_or_json(trained, files, capsys):
     assert [one["data"] for one in found] == ["mine", "tales.jsonl"]
 
 
+@pytest.mark.wide
+def test_the_command_shares_held_out_rows_among_processes(trained, capsys):
+    assert cli.main(["evaluate", str(trained.path), "--device", "cpu"]) == 0
+    expected = capsys.readouterr().out
+    assert cli.main(["evaluate", str(trained.path), "--device", "cpu", "--gpus", "2"]) == 0
+    told = capsys.readouterr()
+    assert told.out == expected
+    assert "in fp32 on 2 cpu processes (tp=1, dp=2)" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--gpus", "3", "--tensor-parallel", "3"], "tp=3 does not divide the 2 key/value heads"),
         (["--data", "a/docs", "b/docs"], "--data has two sets called docs; name them: --data first=a/docs second="),
         (["--data", "wiki="], "--data wiki=: no path after the name; give wiki=PATH"),
         (["--step", "newest"], "--step newest: give the step of a checkpoint, best or all"),
@@ -199,6 +237,17 @@ def test_the_scores_are_those_of_evaluate(trained, files, capsys):
     for name, score in scores.items():
         assert (score.value, score.standard_error) == (found[name].mean, found[name].standard_error)
         assert (score.step, score.tokens, score.metric, score.examples) == (2, 2 * 2 * SEQ_LEN, "loss", 4)
+
+
+def test_an_evaluation_of_which_a_rank_dies_has_not_ended(files, tmp_path, monkeypatch, capsys):
+    run = save_run(tmp_path / "run", {}, lambda engine, step: None)
+    with_evaluation(run, data=files, tp=2)
+    monkeypatch.setattr(evaluation_ranks, "_COMMAND", (sys.executable, "-c", "raise SystemExit('out of luck')"))
+    (checkpoint,) = list_checkpoints(run)
+    step = checkpoint_step(checkpoint)
+    assert evaluator.main([str(run.path), "--step", str(step), "--device", "cpu"]) == 1
+    assert "of the evaluation ended with exit code 1: out of luck" in capsys.readouterr().out
+    assert read_ending(run, checkpoint) is None
 
 
 def test_an_evaluation_that_is_refused_ends_with_the_reason(trained, files, capsys):

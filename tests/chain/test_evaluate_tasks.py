@@ -10,7 +10,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from test_generate import SMALL, make_lively, save_run
 
 import training_infra
-from llama_core.chain import evaluator, task_ranks
+from llama_core.chain import evaluation_ranks, evaluator
 from llama_core.chain import tasks as chain_tasks
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config
@@ -174,7 +174,7 @@ def test_an_error_of_several_processes_is_that_of_one(run, tmp_path, capsys):
 @pytest.mark.wide
 def test_a_process_that_ends_is_named(run, folder, monkeypatch, capsys):
     program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('out of luck'); time.sleep(60)"
-    monkeypatch.setattr(task_ranks, "_COMMAND", (sys.executable, "-c", program))
+    monkeypatch.setattr(evaluation_ranks, "_COMMAND", (sys.executable, "-c", program))
     assert evaluate(run.path, "--tasks", "toy_choice", "--include-path", folder, "--gpus", 2) == 1
     assert "rank 1 of the evaluation ended with exit code 1: out of luck" in capsys.readouterr().err
 

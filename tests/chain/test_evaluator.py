@@ -6,9 +6,9 @@ import time
 import pytest
 
 from llama_core.chain.evaluator import Evaluator
-from llama_core.chain.prepare import prepare_run
+from llama_core.chain.prepare import check_evaluation, prepare_run
 from llama_core.config.run import RunConfig
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, DoesNotFitError
 from llama_core.launch.jobs.evaluation_jobs import OnThisMachine
 from llama_core.records.checkpoints import checkpoint_name
 from llama_core.records.directory import RunDirectory
@@ -137,6 +137,22 @@ def test_data_that_cannot_be_evaluated_on_is_refused_before_the_run_begins(tmp_p
     with pytest.raises(ConfigError, match=r"evaluation\.data\.gone: .*gone\.jsonl"):
         prepare_run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+LARGE = {"model": "llama3_70b", "launch": {"launcher": "slurm", "device": "cuda", "gpu_type": "h100"}}
+
+
+def test_a_run_that_would_fail_in_every_evaluation_is_refused_with_what_to_set():
+    asked = {"data": DATA, "dtype": "bf16", "tp": 1}
+    with pytest.raises(DoesNotFitError, match=r"^evaluation\.tp=1: .*; set evaluation\.tp=2, or"):
+        check_evaluation(RunConfig.from_mapping(LARGE | {"evaluation": asked}))
+
+
+def test_the_number_of_gpus_that_is_chosen_is_told(tmp_path, capsys):
+    (tmp_path / "law.jsonl").write_text('{"text": "the law"}')
+    asked = {"data": {"law": str(tmp_path / "law.jsonl")}, "dtype": "bf16"}
+    check_evaluation(RunConfig.from_mapping(LARGE | {"data": {"tokenizer": "bytes"}, "evaluation": asked}))
+    assert "evaluation.tp=2: fewer GPUs do not hold llama3_70b in bf16" in capsys.readouterr().out
 
 
 def test_processes_run_one_at_a_time_and_end_when_told(run):

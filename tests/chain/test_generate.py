@@ -407,6 +407,15 @@ def test_only_a_gpu_of_known_memory_is_too_small(monkeypatch, gpu_type, refused)
         assert choose_device(None, config, "bf16") == "cuda"
 
 
+def test_a_model_that_is_too_large_for_one_gpu_may_be_divided_where_there_can_be_several(monkeypatch):
+    machine = Machine(("H100",) * 8, gpu_spec("h100"), True, memory_bytes=1, available_memory_bytes=1, cores=1)
+    monkeypatch.setattr("llama_core.chain.generate.detect_machine", lambda: machine)
+    config = RunConfig.from_mapping({"model": "llama3_70b"})
+    with pytest.raises(DoesNotFitError, match=r"or divide the model \(--gpus 2 --tensor-parallel 2\)"):
+        choose_device(None, config, "bf16", ParallelPlan())
+    assert choose_device(None, config, "bf16", ParallelPlan(tp=2)) == "cuda"
+
+
 def record_prompts(model):
     """Return a list to which each prompt that the model continues will be added."""
     prompts = []

@@ -17,7 +17,7 @@ from llama_core.errors import EnvironmentMismatchError, RunDirectoryError, Stopp
 from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
-from llama_core.launch.jobs.slurm_request import job_name
+from llama_core.launch.jobs.slurm_request import in_one_task, job_name, of_an_evaluation
 from llama_core.launch.jobs.slurm_request import slurm_parameters as parameters
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome, record_outcome, record_refusal
@@ -28,6 +28,7 @@ from llama_core.launch.scheduler import (
     job_status,
     largest_node_bytes,
 )
+from llama_core.planning.evaluation import evaluation_plan
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.units import GIB, MIB
@@ -308,6 +309,16 @@ def slurm_parameters(config, name, *, num_ranks):
 def test_slurm_is_asked_for_one_task_and_one_gpu_per_rank():
     asked = slurm_parameters(slurm_config("launch.nodes=2", "parallel.gpus=16"), "run", num_ranks=16)
     assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"]) == (2, 8, 8)
+
+
+def test_an_evaluation_on_several_gpus_is_one_task_with_all_of_them_and_their_cores():
+    evaluation = "evaluation={tp: 2, gpus: 4, partition: small}"
+    config = slurm_config("launch.nodes=2", "parallel.gpus=16", "launch.slurm.cpus_per_rank=6", evaluation)
+    job = of_an_evaluation(config, evaluation_plan(config, "cuda"))
+    asked = in_one_task(slurm_parameters(job, "evaluation", num_ranks=4))
+    assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"], asked["cpus_per_task"]) == (1, 1, 4, 24)
+    assert asked["srun_args"][-1] == "--cpus-per-task=24"
+    assert asked["partition"] == "small"
 
 
 def test_ranks_on_gpus_sit_beside_each_other_and_the_request_may_place_them_otherwise():

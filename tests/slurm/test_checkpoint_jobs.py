@@ -8,7 +8,9 @@ from launch_harness import eventually
 from test_attempts import history
 
 from llama_core.chain import steps
+from llama_core.chain.evaluate import evaluate
 from llama_core.chain.prepare import prepare_run
+from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
 from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.evaluation_jobs import read_attempt
@@ -37,7 +39,7 @@ def train(tmp_path):
                 | {"slurm": {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10}},
                 "tracking": {"tensorboard": False},
                 "benchmark": {"steps": 0},
-                "evaluation": {"data": {"law": str(law)}, "time_limit_min": 5} if evaluation else {},
+                "evaluation": {"data": {"law": str(law)}, "time_limit_min": 5} | evaluation if evaluation else {},
             }
         )
         run = prepare_run(config, tmp_path / name)
@@ -49,13 +51,19 @@ def train(tmp_path):
         handle.cancel(grace_seconds=0)
 
 
+def has_begun(run, attempt):
+    """Return whether a process of an evaluation has written something."""
+    return any(log.stat().st_size for log in run.evaluations.rglob(f"{attempt.job_id}_0_log.out"))
+
+
 def test_every_checkpoint_is_evaluated_though_one_evaluation_is_killed(train):
     alone = train("alone")
     assert alone.wait().status == "finished"
-    handle = train("evaluated", evaluates=True)
+    handle = train("evaluated", tp=2)
     run = handle.run
     first = run.checkpoints / checkpoint_name(200)
     attempt = eventually(lambda: first.exists() and read_attempt(run, first))
+    eventually(lambda: has_begun(run, attempt))  # else Slurm suspends the job, but no process of it
     cluster.suspend(attempt.job_id)  # so that it ends neither before nor after a moment that a machine's speed decides
     eventually(lambda: checkpoint_step(list_checkpoints(run)[-1]) >= 600)
     assert first in list_checkpoints(run)  # it waits
@@ -66,4 +74,9 @@ def test_every_checkpoint_is_evaluated_though_one_evaluation_is_killed(train):
     assert [score.tokens for score in scores] == [step * 8 * 64 for step in (200, 400, 600, 800)]
     assert scores == read_scores(run)
     assert read_attempt(run, first).attempt == 2
+    logs = [log.read_text() for log in run.evaluations.rglob("*_log.out")]
+    assert sum("on 2 cpu processes (tp=2, dp=1)" in log for log in logs) >= len(scores)
+    asked = load_config(run).evaluation
+    (of_one,) = evaluate(run.path, asked.data, steps=STEPS, num_sequences=asked.sequences, device="cpu")
+    assert scores[-1].value == pytest.approx(of_one.rows.mean, rel=1e-6)
     assert history(run) == history(alone.run)

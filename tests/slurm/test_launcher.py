@@ -1,3 +1,4 @@
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,10 @@ import cluster
 import pytest
 from launch_harness import eventually, is_alive
 
+from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.jobs.slurm_check import check_slurm
+from llama_core.machine.validate import Findings
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
@@ -132,6 +136,24 @@ def test_a_job_refused_by_slurm_is_one_line_with_the_reason_and_is_not_recorded(
     assert complaint in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert not run.job.exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"evaluation": {"gpus": 8}}, "^$"),
+        ({"parallel": {"gpus": 9}}, "refuse the job: .*node configuration.*; change launch.slurm or launch.nodes"),
+        ({"evaluation": {"gpus": 9}}, "refuse the evaluations: .*node configuration.*; change evaluation.partition or"),
+        ({"evaluation": {"partition": "nowhere"}}, "refuse the evaluations: invalid partition specified: nowhere; "),
+    ],
+)
+def test_what_slurm_would_refuse_is_told_before_it_is_asked(settings, complaint):
+    launch = {"launcher": "slurm", "device": "cuda", "gpu_type": "h100", "slurm": {"cpus_per_rank": 1}}
+    evaluation = {"data": {"law": "law.jsonl"}} | settings.get("evaluation", {})
+    config = {"model": "llama3_8b", "launch": launch} | settings | {"evaluation": evaluation}
+    found = Findings()
+    check_slurm(found, RunConfig.from_mapping(config))
+    assert re.search(complaint, "; ".join(found.errors))
 
 
 def test_a_shell_never_executes_the_name_of_a_run(submit, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from training_infra.lines import ProgressLine, print_json, print_line
 
 if TYPE_CHECKING:
     from llama_core.chain.checkpoints import Best
-    from llama_core.chain.evaluate import All
+    from llama_core.chain.questions import All
 
 _OF_DATA = ("--data", "--sequences", "--seq-len")
 _OF_TASKS = (
@@ -23,8 +23,6 @@ _OF_TASKS = (
     "--chat",
     "--system",
     "--allow-task-code",
-    "--gpus",
-    "--tensor-parallel",
 )
 
 
@@ -63,7 +61,7 @@ def _evaluate_data(options: argparse.Namespace) -> None:
     kept = {"tokenizer": options.tokenizer, "dtype": options.dtype, "tell": tell}
     rows = {"seq_len": options.seq_len, "num_sequences": options.sequences}
     steps = _step(options.step)
-    found = evaluate(_source(options), data, steps=steps, device=options.device, **rows, **kept)
+    found = evaluate(_source(options), data, steps=steps, **_devices(options), **rows, **kept)
     recorded = recorded_losses(found, **rows, **kept)
     if options.json:
         print_json({"evaluations": [evaluation.as_dict() for evaluation in recorded]})
@@ -87,10 +85,8 @@ def _evaluate_tasks(options: argparse.Namespace) -> None:
         steps=steps,
         asked=asked,
         allow_code=options.allow_task_code,
-        device=options.device,
-        num_gpus=1 if options.gpus is None else options.gpus,
-        tensor_parallel=1 if options.tensor_parallel is None else options.tensor_parallel,
         on_progress=progress,
+        **_devices(options),
         **kept,
     )
     records: list[dict[str, Any]] = []
@@ -104,6 +100,10 @@ def _evaluate_tasks(options: argparse.Namespace) -> None:
         progress.clear()
     if options.json:
         print_json({"scores": records})
+
+
+def _devices(options: argparse.Namespace) -> dict[str, Any]:
+    return {"device": options.device, "num_gpus": options.gpus, "tensor_parallel": options.tensor_parallel}
 
 
 def _named(given: Sequence[str]) -> dict[str, str]:
@@ -139,6 +139,7 @@ EVALUATE = Command(
         "~/my-llama --data wiki=wiki.jsonl code=src --sequences 0 --dtype bf16",
         "runs/mine --tasks hellaswag arc_easy --limit 200",
         "runs/mine --tasks mine --include-path tasks --num-fewshot 3 --chat",
+        "runs/mine --gpus 8 --tensor-parallel 2 --dtype bf16",
         "runs/mine --tasks mmlu --gpus 8 --tensor-parallel 2 --dtype bf16",
     ),
     arguments=(
@@ -172,10 +173,11 @@ EVALUATE = Command(
             action="store_true",
             help="execute Python code that comes with a task, or that the model writes for one",
         ),
-        Argument("--gpus", type=int, metavar="4", help="devices that share the tasks' texts; default: 1"),
+        Argument("--gpus", type=int, default=1, metavar="4", help="devices that share the work; default: 1"),
         Argument(
             "--tensor-parallel",
             type=int,
+            default=1,
             metavar="2",
             help="devices among them that divide each copy of the model; default: 1",
         ),

@@ -6,17 +6,15 @@ so that it starts quickly.
 
 import json
 import os
-import random
 import signal
 import socket
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.places import CONTROLLER_LOG
+from llama_core.launch.ports import free_port
 from llama_core.launch.rank.start import CONTROLLER_ONLY, python_command
 from llama_core.launch.rank.supervisor import Supervisor
 from llama_core.machine.kernel import lock_domain, process_namespace
@@ -27,7 +25,6 @@ from llama_core.records.job import JobRecord
 if TYPE_CHECKING:  # the process starts without the schema of the configuration
     from llama_core.config.settings import Device
 
-_PORTS = range(20000, 32000)
 _NO_TIME_LIMIT_MIN = 10 * 365 * 24 * 60  # submitit's local jobs must have a limit
 
 
@@ -53,7 +50,7 @@ def start_controller(request: Request) -> None:
     """Start submitit's controller, which outlives this process, and write ``job.json``."""
     from submitit import LocalExecutor
 
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ["CUDA_VISIBLE_DEVICES"]  # submitit would count from 0
     run = RunDirectory(Path(request.run_dir))
@@ -87,15 +84,6 @@ def start_controller(request: Request) -> None:
         lock_domain=lock_domain(log),
     )
     write_json(run.job, record)
-
-
-def _free_port() -> int:
-    """Return a free port below the ephemeral range, because the ranks bind it only some seconds later."""
-    for port in random.SystemRandom().sample(_PORTS, k=len(_PORTS)):
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port
-    raise EnvironmentMismatchError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free for the ranks to meet at")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,22 @@ from typing import Protocol
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.jobs.slurm import ENDED, FILES_SECONDS, FIRST_POLL_SECONDS, slurm_executor
-from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
+from llama_core.launch.jobs.slurm_request import (
+    comment_of,
+    in_one_task,
+    job_name,
+    of_an_evaluation,
+    slurm_parameters,
+    submission_environment,
+)
 from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import job_status
+from llama_core.planning.evaluation import Forward, evaluating_device, evaluation_bytes, evaluation_plan
+from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.program.operations import itemsize_of
 from llama_core.records.directory import RunDirectory
 from llama_core.units import GIB
 
@@ -25,6 +36,10 @@ ASK_SECONDS = 3 * FIRST_POLL_SECONDS
 """Time between two queries about a job; all users share Slurm's controller."""
 STOP_SECONDS = 10
 """How long an evaluation may take to end when it is told to."""
+_TASKS_BYTES = GIB
+"""An allowance for lm-evaluation-harness in each rank, with the questions of a task."""
+_JOB_BYTES = GIB
+"""An allowance for the process that starts the ranks, and for tensors on their way to the model."""
 _NICE = 19
 """The lowest priority: ranks on this machine go first."""
 
@@ -117,18 +132,21 @@ class CommandTask:
 
 
 class OnSlurm:
-    """Evaluations as Slurm jobs of one rank each.
+    """Evaluations as Slurm jobs of one node each, on as many devices as ``evaluation`` asks for.
 
     Args:
         run: the run.
         config: its configuration.
-        device: cpu or cuda.
+
+    Raises:
+        ConfigError, PlanError, DoesNotFitError: if the devices cannot evaluate the model.
     """
 
-    def __init__(self, run: RunDirectory, config: RunConfig, device: str) -> None:
-        self.device = device
+    def __init__(self, run: RunDirectory, config: RunConfig) -> None:
+        self.device = evaluating_device(config, beside_ranks=True)
         self._run = run
-        self._config = _of_one_rank(config, device)
+        self._plan = evaluation_plan(config, self.device)
+        self._config = of_an_evaluation(config, self._plan)
         self._name = f"{run.name}-evaluation"
         self._asked_at: dict[str, float] = {}
         self._ended_at: dict[str, float] = {}
@@ -139,8 +157,10 @@ class OnSlurm:
 
         folder = fresh_folder(self._run.evaluations)
         executor = slurm_executor(folder, python_command(), f"run directory {str(folder)!r}", "another --run-dir")
-        host_bytes = 2 * 4 * self._config.spec.num_parameters + 4 * GIB  # weights in fp32 as read and as kept; Python
-        executor.update_parameters(**slurm_parameters(self._config, self._name, comment_of(folder), 1, host_bytes))
+        num_ranks = self._plan.world_size
+        host_bytes = _host_bytes(self._config, self._plan)
+        asked = slurm_parameters(self._config, self._name, comment_of(folder), num_ranks, host_bytes)
+        executor.update_parameters(**in_one_task(asked))
         try:
             with submission_environment():
                 return str(executor.submit(CommandTask(tuple(command))).job_id)
@@ -173,28 +193,16 @@ def evaluations_of(run: RunDirectory, config: RunConfig, *, beside_ranks: bool) 
         config: its configuration.
         beside_ranks: whether ranks of the run compute at the same time.
     """
-    asked = config.evaluation.device
     if config.launch.is_here:
-        return OnThisMachine(run, "cpu" if asked == "auto" and beside_ranks else asked)
-    return OnSlurm(run, config, config.launch.device if asked == "auto" else asked)
+        return OnThisMachine(run, evaluating_device(config, beside_ranks=beside_ranks))
+    return OnSlurm(run, config)
 
 
-def _of_one_rank(config: RunConfig, device: str) -> RunConfig:
-    """Return a configuration whose Slurm job is that of one rank, with the evaluation's partition, QOS and limit."""
+def _host_bytes(config: RunConfig, plan: ParallelPlan) -> int:
+    """Return the host memory of the ranks of an evaluation; weights that are read are in the page cache."""
     asked = config.evaluation
-    slurm = config.launch.slurm
-    limits = {
-        "partition": asked.partition or slurm.partition,
-        "qos": asked.qos or slurm.qos,
-        "time_limit_min": asked.time_limit_min,
-        "memory_gb_per_node": None,
-        # the whole nodes that ranks may want
-        "options": {key: value for key, value in slurm.options.items() if key != "exclusive"},
-    }
-    launch = {"device": device, "nodes": 1, "min_nodes": None, "slurm": slurm.model_copy(update=limits)}
-    return config.model_copy(
-        update={
-            "launch": config.launch.model_copy(update=launch),
-            "parallel": config.parallel.model_copy(update={"gpus": 1}),
-        }
-    )
+    process = CUDA_PROCESS_BYTES
+    if config.launch.device == "cpu":
+        tensors = evaluation_bytes(config.spec, plan.tp, itemsize_of(asked.dtype), Forward.of(config))
+        process = CPU_PROCESS_BYTES + tensors
+    return _JOB_BYTES + plan.world_size * (process + _TASKS_BYTES)

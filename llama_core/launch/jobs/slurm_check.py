@@ -5,8 +5,9 @@ import subprocess
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import did_you_mean
-from llama_core.launch.jobs.slurm_request import refusal
+from llama_core.launch.jobs.slurm_request import of_an_evaluation, refusal
 from llama_core.machine.validate import Findings
+from llama_core.planning.evaluation import evaluating_device, evaluation_plan
 
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 
@@ -56,5 +57,10 @@ def _problem(config: RunConfig, partitions: list[str]) -> str | None:
     if wanted is not None and wanted not in partitions:
         nearest = did_you_mean(wanted, partitions) or f"; choose one of {', '.join(partitions)}"
         return f"launch.slurm.partition={wanted!r} is not a partition here{nearest}"
-    refused = refusal(config)
-    return refused and f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes"
+    if refused := refusal(config):
+        return f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes"
+    if not config.evaluation.is_asked_for:
+        return None
+    plan = evaluation_plan(config, evaluating_device(config, beside_ranks=True))
+    refused = refusal(of_an_evaluation(config, plan))
+    return refused and f"Slurm would refuse the evaluations: {refused}; change evaluation.partition or evaluation.gpus"

@@ -15,6 +15,8 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
+from llama_core.planning.evaluation import evaluating_device
+from llama_core.planning.plan import ParallelPlan
 from llama_core.units import MIB
 
 _CHECKED = (
@@ -27,6 +29,8 @@ HOST_MARGIN = 1.25
 """Requested over estimated memory: the estimate's constants are allowances, and the page cache needs some too."""
 _NAMED_OTHERWISE = {"mem-per-cpu", "mem-per-gpu"}
 """Options by which a user names the memory of a job without ``launch.slurm.memory_gb_per_node``."""
+_REFUSING = ("error: ", "allocation failure: ")
+"""What stands before the reason, of a request and of one that no node can serve."""
 _ONLY_NOW = "node not available (down, drained or reserved)"
 """Part of Slurm's refusal to predict the start of a job whose nodes are unavailable at the moment."""
 
@@ -106,6 +110,39 @@ def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) ->
     }
 
 
+def of_an_evaluation(config: RunConfig, plan: ParallelPlan) -> RunConfig:
+    """Return a configuration whose Slurm job is an evaluation's: on one node, with its partition, QOS and limit."""
+    asked = config.evaluation
+    slurm = config.launch.slurm
+    limits = {
+        "partition": asked.partition or slurm.partition,
+        "qos": asked.qos or slurm.qos,
+        "time_limit_min": asked.time_limit_min,
+        "memory_gb_per_node": None,
+        # the whole nodes that ranks may want
+        "options": {key: value for key, value in slurm.options.items() if key != "exclusive"},
+    }
+    launch = {
+        "device": evaluating_device(config, beside_ranks=True),
+        "nodes": 1,
+        "min_nodes": None,
+        "slurm": slurm.model_copy(update=limits),
+    }
+    return config.model_copy(
+        update={
+            "launch": config.launch.model_copy(update=launch),
+            "parallel": config.parallel.model_copy(update={"gpus": plan.world_size}),
+        }
+    )
+
+
+def in_one_task(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the request for a job whose only task starts its ranks itself, and so gets all of their cores and GPUs."""
+    cores = request["ntasks_per_node"] * request["cpus_per_task"]
+    srun_args = [*request["srun_args"], f"--cpus-per-task={cores}"]  # the last one counts
+    return request | {"ntasks_per_node": 1, "cpus_per_task": cores, "srun_args": srun_args}
+
+
 def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | None:
     """Return the value of ``--mem``; None for the partition's default.
 
@@ -180,7 +217,8 @@ def refusal(config: RunConfig, host_bytes: int = 0) -> str | None:
         return str(error)
     if answer.returncode == 0:
         return None
-    lines = [line.rpartition("error: ")[2] for line in answer.stderr.splitlines() if "error: " in line]
+    told = (line.rpartition(mark) for line in answer.stderr.splitlines() for mark in _REFUSING)
+    lines = [reason for _, mark, reason in told if mark]
     reasons = [line for line in dict.fromkeys(lines) if _ONLY_NOW not in line]
     return "; ".join(reasons) or None
 

@@ -1,4 +1,4 @@
-"""One rank of an evaluation on tasks: ``python -m llama_core.chain.task_rank``, started by ``task_ranks``.
+"""One rank of an evaluation: ``python -m llama_core.chain.evaluation_rank``, started by ``evaluation_ranks``.
 
 It reads its order from the first line of standard input, and ends when that is closed. The first rank writes what it
 finds to standard output, a line of JSON each.
@@ -8,16 +8,24 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llama_core.chain.evaluate import LossOnData
 from llama_core.chain.generate import find_model
-from llama_core.chain.tasks import Order, follow
+from llama_core.chain.questions import Order, Question
+from llama_core.chain.tasks import ScoresOnTasks
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint, saved_run
+from llama_core.planning.plan import ParallelPlan
+
+_QUESTIONS: dict[str, Callable[[Mapping[str, Any]], Question[Any]]] = {
+    LossOnData.kind: LossOnData.from_record,
+    ScoresOnTasks.kind: ScoresOnTasks.from_record,
+}
 
 _TIMEOUT_SECONDS = 24 * 3600
 """How long ranks wait for each other: one may have texts that take much longer than those of the others."""
@@ -25,7 +33,7 @@ _TIMEOUT_SECONDS = 24 * 3600
 
 def main() -> int:
     """Evaluate with the other ranks; return the exit code."""
-    order, weights = Order.from_record(json.loads(_first_line()))
+    record = json.loads(_first_line())
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     is_first = os.environ["RANK"] == "0"
     out = os.fdopen(os.dup(1), "w")
@@ -37,21 +45,18 @@ def main() -> int:
             out.flush()
 
     with importing_torch():
-        from llama_core.parallel.evaluating import EvaluatingRanks
         from llama_core.parallel.ranks import joined_ranks
 
     try:
+        order = _order(record)
         with joined_ranks(order.device, _TIMEOUT_SECONDS):
-            ranks = EvaluatingRanks(order.plan, order.device)
-            found = follow(
-                order,
-                _models(weights),
-                ranks,
+            found = order.follow(
+                _models(map(Path, record["weights"])),
                 lambda text: say(tell=text),
                 lambda name, done, total: say(progress=(name, done, total)),
             )
-            for evaluation in found:
-                say(evaluation=evaluation.as_dict())
+            for answer in found:
+                say(answer=answer.as_record())
     except TrainingInfraError as error:
         say(error=(type(error).__name__, str(error)))
         sys.stderr.write(f"{error}\n")
@@ -60,7 +65,13 @@ def main() -> int:
     return 0
 
 
-def _models(weights: list[Path]) -> Iterator[tuple[Path, RunConfig]]:
+def _order(record: Mapping[str, Any]) -> Order[Any]:
+    question = record["question"]
+    plan = ParallelPlan.from_dict(record["plan"])
+    return Order(_QUESTIONS[question["kind"]](question), record["device"], record["dtype"], plan)
+
+
+def _models(weights: Iterable[Path]) -> Iterator[tuple[Path, RunConfig]]:
     """Yield each model with its configuration; that the files are intact has been checked."""
     for path in weights:
         yield (path, saved_run(path)) if is_checkpoint(path) else find_model(path, None, lambda text: None)

@@ -3,7 +3,6 @@
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,10 +12,11 @@ from contextlib import ExitStack
 from typing import IO, Any
 
 from llama_core import errors
-from llama_core.errors import TrainingInfraError
+from llama_core.errors import RankFailedError, TrainingInfraError
+from llama_core.launch.ports import free_port
 from llama_core.machine.detect import available_cores
 
-_COMMAND = (sys.executable, "-P", "-m", "llama_core.chain.task_rank")
+_COMMAND = (sys.executable, "-P", "-m", "llama_core.chain.evaluation_rank")
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 """How long the first rank has to say what is wrong after another one has ended with an error."""
@@ -30,13 +30,14 @@ def answers_of_ranks(order: Mapping[str, Any], num_ranks: int) -> Iterator[Mappi
         num_ranks: their number.
 
     Raises:
-        TrainingInfraError: the error of the first rank, or that a rank has ended without one.
+        TrainingInfraError: the error of the first rank.
+        RankFailedError: if a rank has ended without one.
     """
     with ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
         ranks: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, ranks)
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(num_ranks)}
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
         for rank, log in enumerate(logs):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -82,7 +83,7 @@ def _lines(ranks: Sequence["subprocess.Popen[bytes]"], logs: Sequence[IO[bytes]]
     if failed:
         place = ranks.index(failed[0])
         said = _last_line(logs[place])
-        raise TrainingInfraError(f"rank {place} of the evaluation ended with exit code {failed[0].poll()}: {said}")
+        raise RankFailedError(f"rank {place} of the evaluation ended with exit code {failed[0].poll()}: {said}")
 
 
 def _last_line(log: IO[bytes]) -> str:
@@ -100,10 +101,3 @@ def _end(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
         for pipe in (rank.stdin, rank.stdout):
             if pipe is not None:
                 pipe.close()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
