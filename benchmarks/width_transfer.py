@@ -3,19 +3,21 @@
 Models of several widths and depths train on the built-in sample with the same learning rates, once with the usual
 initial values and rates and once with CompleteP's, whose base is the smallest. The first table has the loss of the last
 steps for each rate; the second, how far the first steps move the logits of one batch. ``--page FILE`` rewrites the
-tables there.
+tables there; ``--picture FILE`` draws them, which needs Chromium.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 
+import plotly.graph_objects as go
 import torch
+from plotly.subplots import make_subplots
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import draw, rewrite_between
 from llama_core.config.models import BaseShape, ModelSpec, model_spec
 from llama_core.config.run import TrainingConfig
 from llama_core.config.settings import DataConfig
@@ -27,11 +29,15 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import NativeEngine, train_step
 from llama_core.training.optimizer import build_optimizer
 from llama_core.training.rates import learning_rate
+from training_reports.figures import BLUE, GREY, ORANGE, TEAL
 
 BEGIN = "<!-- width transfer -->"
 END = "<!-- end of width transfer -->"
 SHAPES = (BaseShape(64, 2), BaseShape(256, 2), BaseShape(256, 8))
 """The models; the first is the base."""
+CHECKED_SHAPES = (BaseShape(64, 2), BaseShape(128, 2), BaseShape(256, 2), BaseShape(512, 2), BaseShape(256, 8))
+"""The models of the coordinate check."""
+KINDS = ("usual", "CompleteP")
 RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 FIRST_STEPS = 5
 FIRST_RATE = 1e-3
@@ -39,6 +45,9 @@ FIRST_RATE = 1e-3
 HEAD_DIM = 32
 SEQ_LEN = 128
 BATCH_SIZE = 8
+WIDTH_PX = 1120
+HEIGHT_PX = 380
+"""Size of the picture."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,41 +56,103 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=150, help="steps of a run")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="peak learning rates")
     parser.add_argument("--page", type=Path, help="the page whose tables are rewritten")
+    parser.add_argument("--picture", type=Path, help="the PNG that is drawn")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     data = DataConfig(source="sample", tokenizer="sample", validation_fraction=0)
     rows = load_datasets(data, model_spec("tiny_llama3_50m"), seq_len=SEQ_LEN).train
+    found = Found(tuple(options.rates))
     lines = []
-    for line in tables(rows, options.steps, options.rates):
+    for line in tables(found, rows, options.steps):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         lines.append(line)
     if options.page is not None:
         rewrite_between(options.page, BEGIN, END, "\n".join(lines))
+    if options.picture is not None:
+        draw(picture(found), options.picture, width=WIDTH_PX, height=HEIGHT_PX)
     return 0
 
 
-def tables(rows: Mixture, num_steps: int, rates: Sequence[float]) -> Iterator[str]:
-    """Yield the lines of both tables."""
-    moved: dict[str, list[float]] = {}
-    yield from _heading(["loss after width x depth", *(f"{rate:g}" for rate in rates)])
-    for kind in ("usual", "CompleteP"):
+@dataclass
+class Found:
+    """What was measured, by kind and model."""
+
+    rates: tuple[float, ...]
+    losses: dict[tuple[str, BaseShape], list[float]] = field(default_factory=dict)
+    """For each of the rates."""
+    moved: dict[tuple[str, BaseShape], float] = field(default_factory=dict)
+
+
+def tables(found: Found, rows: Mixture, num_steps: int) -> Iterator[str]:
+    """Measure, and yield the lines of both tables."""
+    yield from _heading(["loss after width x depth", *(f"{rate:g}" for rate in found.rates)])
+    for kind in KINDS:
         for shape in SHAPES:
-            spec = spec_of(shape, SHAPES[0] if kind == "CompleteP" else None)
-            losses = [final_loss(spec, rows, rate, num_steps) for rate in rates]
+            losses = [final_loss(_spec(kind, shape), rows, rate, num_steps) for rate in found.rates]
+            found.losses[kind, shape] = losses
             best = min(losses)
             figures = (f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in losses)
-            yield f"| {kind}, {shape.width} x {shape.depth} | {' | '.join(figures)} |"
-            moved.setdefault(kind, []).append(change_of_logits(spec, rows))
+            yield f"| {kind}, {_name(shape)} | {' | '.join(figures)} |"
     yield ""
-    yield from _heading(["logits moved", *(f"{shape.width} x {shape.depth}" for shape in SHAPES)])
-    for kind, changes in moved.items():
+    yield from _heading(["logits moved", *map(_name, CHECKED_SHAPES)])
+    for kind in KINDS:
+        changes = [change_of_logits(_spec(kind, shape), rows) for shape in CHECKED_SHAPES]
+        found.moved |= {(kind, shape): change for shape, change in zip(CHECKED_SHAPES, changes, strict=True)}
         yield f"| {kind} | {' | '.join(f'{change:.3f}' for change in changes)} |"
+
+
+def picture(found: Found) -> go.Figure:
+    """Return the losses by learning rate, a panel for each kind, beside the coordinate check."""
+    titles = [*(f"{kind}: loss by learning rate" for kind in KINDS), f"logits moved by {FIRST_STEPS} steps"]
+    figure = make_subplots(cols=3, subplot_titles=titles, horizontal_spacing=0.07)
+    figure.update_layout(template="simple_white", margin={"l": 50, "r": 16, "t": 32, "b": 90})
+    figure.update_layout(legend={"orientation": "h", "x": 0, "y": -0.28})
+    for panel, kind in enumerate(KINDS, start=1):
+        for shape, color in zip(SHAPES, (BLUE, ORANGE, TEAL), strict=True):
+            losses = found.losses[kind, shape]
+            best = min(losses)
+            line = go.Scatter(
+                x=[f"{rate:g}" for rate in found.rates],
+                y=losses,
+                name=_name(shape),
+                showlegend=panel == 1,
+                line={"color": color},
+                marker={"size": [13 if loss == best else 6 for loss in losses]},
+            )
+            figure.add_trace(line, row=1, col=panel)
+        figure.update_xaxes(title_text="peak learning rate", row=1, col=panel)
+        figure.update_yaxes(range=_range_of_losses(found), row=1, col=panel)
+    for kind, dash in zip(KINDS, ("dot", "solid"), strict=True):
+        line = go.Scatter(
+            x=[_name(shape) for shape in CHECKED_SHAPES],
+            y=[found.moved[kind, shape] for shape in CHECKED_SHAPES],
+            name=kind,
+            line={"color": GREY, "dash": dash},
+        )
+        figure.add_trace(line, row=1, col=3)
+    figure.update_xaxes(title_text="width x depth", row=1, col=3)
+    figure.update_yaxes(rangemode="tozero", row=1, col=3)
+    return figure
+
+
+def _range_of_losses(found: Found) -> tuple[float, float]:
+    every = [loss for losses in found.losses.values() for loss in losses]
+    margin = 0.05 * (max(every) - min(every))
+    return min(every) - margin, max(every) + margin
 
 
 def _heading(columns: Sequence[str]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "| --- " * len(columns) + "|"
+
+
+def _name(shape: BaseShape) -> str:
+    return f"{shape.width} x {shape.depth}"
+
+
+def _spec(kind: str, shape: BaseShape) -> ModelSpec:
+    return spec_of(shape, SHAPES[0] if kind == "CompleteP" else None)
 
 
 def spec_of(shape: BaseShape, base: BaseShape | None) -> ModelSpec:
