@@ -8,7 +8,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
-from llama_core.objectives.preferences import has_reference
+from llama_core.objectives.preferences import has_reference, num_references
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import (
     forward_flops_per_token,
@@ -58,7 +58,8 @@ def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
         return 0
     with intact(run.data):
         data = read_json(run.data)
-        return int(data["num_sequences"]) * config.seq_len + int(data["num_validation_tokens"])
+        num_tokens = int(data["num_sequences"]) * config.seq_len + int(data["num_validation_tokens"])
+        return num_references(config.objective) * num_tokens
 
 
 def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None, reference_tokens: float = 0) -> str:
