@@ -183,7 +183,10 @@ def _step_seconds(config: RunConfig, plan: ParallelPlan, flops_per_second: float
 
 
 def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:
-    return plan.batch_size * config.seq_len * hardware_flops_per_token(config.spec, config.seq_len, plan.recompute)
+    per_token = hardware_flops_per_token(config.spec, config.seq_len, plan.recompute)
+    if config.objective.prepares:
+        per_token += forward_flops_per_token(config.spec, config.seq_len)
+    return plan.batch_size * config.seq_len * per_token
 
 
 @cache
