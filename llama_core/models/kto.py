@@ -34,8 +34,8 @@ class Kto(PreferenceObjective):
         desirable_weight: factor on the loss of good answers.
         undesirable_weight: factor on that of bad ones.
 
-    Source: Ethayarajh et al. 2024, arXiv:2402.01306, equations 7 and 8. As in TRL, the divergence is the mean over the
-    mismatched answers, here of the whole step.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306. As in TRL, the divergence is the mean over mismatched answers, but
+    over those of the whole step.
     """
 
     kind = KTO
