@@ -1,5 +1,7 @@
 """A run on labelled answers measures its divergence before every step, and goes on with that of its own reference."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,17 @@ def log_probabilities(model, batch):
     return found
 
 
+def gains_of(model, batch):
+    """The number of every answer that counts, and its gain over the reference."""
+    of_answers = log_probabilities(model, batch)
+    firsts = (batch.per_token["answer"] < 0) & (batch.targets_BS != IGNORE_INDEX)
+    numbered = [(row, place, -int(batch.per_token["answer"][row, place])) for row, place in firsts.nonzero().tolist()]
+    return [
+        (number, of_answers[row, number] - float(batch.per_token["reference"][row, place]))
+        for row, place, number in numbered
+    ]
+
+
 def test_the_reference_holds_every_answer_after_its_prompt_and_after_another_one(tmp_path, source):
     trainer = kto_run(tmp_path, source)
     model = trainer.engine.model
@@ -72,19 +85,33 @@ def test_the_divergence_of_a_step_is_the_mean_gain_of_its_mismatched_answers(tmp
     trainer._optimize(trainer.batches.next_step(), on_phase=lambda phase: None)
     microbatches = trainer.batches.next_step()
     assert len(microbatches) == 2
-    gains = []
-    for batch in microbatches:
-        before = log_probabilities(model, batch.before)
-        firsts = ((batch.before.per_token["answer"] < 0) & (batch.before.targets_BS != IGNORE_INDEX)).nonzero().tolist()
-        gains += [
-            before[row, -int(batch.before.per_token["answer"][row, place])]
-            - float(batch.before.per_token["reference"][row, place])
-            for row, place in firsts
-        ]
+    gains = [gain for batch in microbatches for _, gain in gains_of(model, batch.before)]
     trainer._optimize(microbatches, on_phase=lambda phase: None)
     assert len(gains) > 4
     assert float(model.objective._divergence) == pytest.approx(max(0.0, np.mean(gains)), rel=1e-4)
     assert np.mean(gains) > 0.01
+
+
+def test_the_held_out_loss_is_relative_to_the_divergence_of_the_held_out_answers(tmp_path, source):
+    trainer = kto_run(tmp_path, source, desirable_weight=20.0)
+    trainer._refer()
+    model = trainer.engine.model
+    trainer._optimize(trainer.batches.next_step(), on_phase=lambda phase: None)
+    batches = [piece for batch in trainer.validation[""]() for piece in trainer._microbatches(batch)]
+    divergence = np.mean([gain for batch in batches for _, gain in gains_of(model, batch.before)])
+    assert divergence > 0.01
+    losses = [
+        20 * sigmoid(-0.1 * (gain - divergence)) if number % 2 else sigmoid(0.1 * (gain - divergence))
+        for batch in batches
+        for number, gain in gains_of(model, batch)
+    ]
+    (held_out,) = trainer._evaluate().values()
+    assert held_out.count == len(losses) > 1
+    assert held_out.mean == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, source):
