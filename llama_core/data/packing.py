@@ -429,7 +429,7 @@ def _labelled(part: Part, seq_len: int) -> _Pieces:
     sizes_N2 = np.stack([seconds - starts, ends - seconds], axis=1)
     if (sizes_N2 < 0).any() or (sizes_N2 == 1).any():
         raise shard.removed("its offsets and seconds do not ascend")
-    pairs, which = np.nonzero(sizes_N2)
+    which, pairs = np.nonzero(sizes_N2.T)  # all good answers first, so that those of a pair are apart
     begins = np.stack([starts, seconds], axis=1)[pairs, which]
     num_inputs = sizes_N2[pairs, which] - 1  # a document's last token is only a target
     lengths = np.minimum(num_inputs, seq_len)

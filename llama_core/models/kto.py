@@ -10,7 +10,7 @@ moved on by one prompt (``PreparingObjective``).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -123,60 +123,78 @@ class Kto(PreferenceObjective):
 def mismatched(batch: Batch) -> Batch:
     """Return rows of the same tokens, in which each prompt has the answer after its own: [x1 y2 x2 y3 ... xn y1].
 
-    An answer keeps its number, and its reference is that of the mismatch. The only answer of a row does not count.
+    An answer keeps its number, and its reference is that of the mismatch. It does not count where the other prompt is
+    equal to its own: it is the only answer of its row, or both answers of a pair are neighbours.
 
     Args:
         batch: rows of whole documents, in host memory.
     """
-    positions_BS = batch.positions_BS
-    if positions_BS is None:  # every row is one document
+    if batch.positions_BS is None:  # every row is one document
         return replace(batch, targets_BS=torch.full_like(batch.targets_BS, IGNORE_INDEX))
-    firsts_BS = first_tokens(batch).numpy()
-    orders = [
-        _moved_on(own.numpy(), np.flatnonzero(firsts)) for own, firsts in zip(positions_BS, firsts_BS, strict=True)
-    ]
-    inputs_BS, targets_BS, new_positions_BS = (torch.from_numpy(np.stack(part)) for part in zip(*orders, strict=True))
-    is_mismatched_B1 = torch.from_numpy(firsts_BS.sum(1) > 1)[:, None]
+    rows = zip(batch.tokens_BS.numpy(), batch.positions_BS.numpy(), first_tokens(batch).numpy(), strict=True)
+    orders = [_moved_on(*row) for row in rows]
+    inputs_BS, targets_BS, positions_BS, are_other_BS = (
+        torch.from_numpy(np.stack(part)) for part in zip(*orders, strict=True)
+    )
     moved = batch.each_token(lambda values_BS: values_BS.gather(1, targets_BS))
     return replace(
         moved,
         tokens_BS=batch.tokens_BS.gather(1, inputs_BS),
-        targets_BS=torch.where(is_mismatched_B1, moved.targets_BS, IGNORE_INDEX),
-        positions_BS=new_positions_BS,
+        targets_BS=torch.where(are_other_BS, moved.targets_BS, IGNORE_INDEX),
+        positions_BS=positions_BS,
         per_token={**moved.per_token, REFERENCE: moved.per_token[MISMATCH]},
     )
 
 
-def _moved_on(positions_S: npt.NDArray[Any], firsts: _Places) -> tuple[_Places, _Places, _Places]:
-    """Return where a row's mismatched inputs, targets and numbers come from, and their positions.
+class _Order(NamedTuple):
+    """Where the tokens of a mismatched row come from, [S] each."""
+
+    inputs: _Places
+    targets: _Places
+    """Also of the values of each token, which belong to its target."""
+    positions: _Places
+    """Inside each document."""
+    are_other: npt.NDArray[np.bool_]
+    """Whether the answer of the document belongs to another prompt."""
+
+
+def _moved_on(tokens_S: _Places, positions_S: _Places, are_first_S: npt.NDArray[np.bool_]) -> _Order:
+    """Return the order in which each prompt of a row has the answer after its own.
 
     Args:
+        tokens_S: the inputs.
         positions_S: positions inside each document.
-        firsts: where the first target of each answer is: at the last token of its prompt.
+        are_first_S: whether the target is the first of an answer, so that the token is the last of its prompt.
     """
-    begins = np.union1d(0, np.flatnonzero(positions_S == 0))
-    ends = np.append(begins[1:], len(positions_S))
-    documents, chosen = np.unique(np.searchsorted(begins, firsts, side="right") - 1, return_index=True)
-    own = firsts[chosen]
-    next_first = dict(zip(documents.tolist(), np.roll(own, -1).tolist(), strict=True))
-    next_end = dict(zip(documents.tolist(), np.roll(ends[documents], -1).tolist(), strict=True))
-    own_first = dict(zip(documents.tolist(), own.tolist(), strict=True))
+    seq_len = len(tokens_S)
+    starts = np.union1d(0, np.flatnonzero(positions_S == 0))
+    begins: list[int] = starts.tolist()
+    ends = [*begins[1:], seq_len]
+    firsts = np.flatnonzero(are_first_S)
+    with_answer, chosen = np.unique(np.searchsorted(starts, firsts, side="right") - 1, return_index=True)
+    first_of: dict[int, int] = dict(zip(with_answer.tolist(), firsts[chosen].tolist(), strict=True))
+    next_of: dict[int, int] = dict(zip(with_answer.tolist(), np.roll(with_answer, -1).tolist(), strict=True))
     inputs: list[_Places] = []
     targets: list[_Places] = []
     positions: list[_Places] = []
-    for document, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        if document in own_first:
-            first = own_first[document]
-            other = next_first[document]
-            other_end = next_end[document]
-            inputs += [np.arange(begin, first + 1), np.arange(other + 1, other_end)]
-            targets += [np.arange(begin, first), np.arange(other, other_end)]
-            positions.append(np.arange(first - begin + other_end - other))
-        else:  # padding
-            inputs.append(np.arange(begin, end))
-            targets.append(np.arange(begin, end))
-            positions.append(np.arange(end - begin))
-    return np.concatenate(inputs), np.concatenate(targets), np.concatenate(positions)
+    are_other: list[npt.NDArray[np.bool_]] = []
+    for document, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        first = first_of.get(document, end)  # what has no answer, such as padding, stays as it is
+        inputs.append(np.arange(begin, min(first + 1, end)))
+        targets.append(np.arange(begin, first))
+        length = first - begin
+        is_other = False
+        if document in first_of:
+            other = next_of[document]
+            other_first = first_of[other]
+            inputs.append(np.arange(other_first + 1, ends[other]))
+            targets.append(np.arange(other_first, ends[other]))
+            length += ends[other] - other_first
+            other_prompt = tokens_S[begins[other] : other_first + 1]
+            is_other = not np.array_equal(tokens_S[begin : first + 1], other_prompt)
+        positions.append(np.arange(length))
+        are_other.append(np.full(length, is_other))
+    return _Order(np.concatenate(inputs), np.concatenate(targets), np.concatenate(positions), np.concatenate(are_other))
 
 
 def build(training: TrainingConfig) -> Kto:

@@ -83,6 +83,14 @@ def test_a_pair_is_a_good_answer_and_a_bad_one(tmp_path):
     assert answers_in(batch_of(datasets)) == sorted(expected)
 
 
+def test_the_answers_of_a_pair_are_not_taken_for_mismatches(tmp_path):
+    batch = batch_of(load(tmp_path, write(tmp_path / "a.jsonl", map(answered, range(12))), objective=KTO))
+    moved = mismatched(batch)
+    assert len(answers_in(moved)) == len(answers_in(batch)) == 24
+    pairs = {expected_answer(asked(n), answer(n), True)[0] for n in range(12) for answer in (chosen, rejected)}
+    assert pairs.isdisjoint(text for text, *_ in answers_in(moved))
+
+
 def test_every_answer_has_its_reference_and_that_of_its_mismatch_at_its_first_token(tmp_path):
     (rows,) = load(tmp_path, write(tmp_path / "a.jsonl", map(labelled, NUMBERS)), objective=KTO).train.sources
     assert isinstance(rows, PackedLabelledAnswers)

@@ -116,6 +116,20 @@ def test_in_mismatched_rows_each_prompt_has_the_answer_after_its_own():
     assert moved.per_token["reference"].tolist() == [[0, -2, 0, 0, -2.5, 0, 0, -0.5, 0, 0, 0, 0]]
 
 
+def test_an_answer_to_an_equal_prompt_is_no_mismatch():
+    """Prompts 10, 10 and 20 with an answer each: only those after 20, and the one to 20, are mismatched."""
+    numbers = torch.tensor([[-1.0, 1, -4, 4, -5, 5, 0, 0]])
+    batch = Batch(
+        torch.tensor([[10, 1, 10, 2, 20, 3, 0, 0]]),
+        torch.tensor([[1, 8, 2, 8, 3, 8, -100, -100]]),
+        torch.tensor([[0, 1, 0, 1, 0, 1, 0, 1]]),
+        per_token={"answer": numbers, "reference": numbers, "mismatch": numbers},
+    )
+    moved = mismatched(batch)
+    assert moved.tokens_BS.tolist() == [[10, 2, 10, 3, 20, 1, 0, 0]]
+    assert moved.targets_BS.tolist() == [[-100, -100, 3, 8, 1, 8, -100, -100]]
+
+
 def test_the_only_answer_of_a_row_has_no_mismatch():
     numbers = torch.tensor([[0, -1.0, 1, 0]])
     batch = Batch(
