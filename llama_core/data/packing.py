@@ -245,7 +245,7 @@ class PackedPairs(PackedConversations):
 
     def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
         if not document_mask:
-            raise ValueError(f"a row holds several answers of {self.unit}, so that attention needs the document mask")
+            raise ValueError("a row holds several answers, so that attention needs the document mask")
         PackedDataset.__init__(self, selection, seq_len)
         self.per_token = (ANSWER,)
         found = [self._found(part, seq_len) for part in selection.parts]
