@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from llama_core.config.rope import YarnScaling
 from llama_core.config.run import TrainingConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.models.objective import PreparingObjective
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.measured import measured_totals
 from llama_core.planning.plan import ParallelPlan
@@ -129,7 +130,7 @@ def make_batch(step, batch_size, *, documents):
     mask = torch.rand(targets.shape, generator=generator).sub(0.5).clamp(min=0).mul(2)
     answer = number_answers(positions if documents else index.expand_as(targets), targets)
     reference = -5 * torch.rand(targets.shape, generator=generator) * (answer < 0)
-    values = {"mask": mask, "answer": answer, "reference": reference}
+    values = {"mask": mask, "answer": answer, "reference": reference, "mismatch": 8 * reference}
     return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None, per_token=values)
 
 
@@ -190,14 +191,15 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
     )
     if draw:
         draw_adapters(engine.model)
-    engine.forward_backward(own_microbatches(0, plan, documents), loss_scale=1.0, on_phase=lambda phase: None)
+    own = partial(own_microbatches, plan=plan, documents=documents, objective=objective)
+    engine.forward_backward(own(0), loss_scale=1.0, on_phase=lambda phase: None)
     parameters = dict(engine.model.named_parameters())
     gradients = {name: _whole(parameter.grad) for name, parameter in parameters.items() if parameter.requires_grad}
     engine.optimizer.zero_grad()
     steps = [
         train_step(
             engine,
-            own_microbatches(step, plan, documents),
+            own(step),
             learning_rate=TRAINING.learning_rate,
             max_grad_norm=TRAINING.max_grad_norm,
         )
@@ -213,7 +215,7 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
         "norms": {"": _array([step.grad_norm for step in steps])},
         "gradients": gradients,
         "weights": {name: _whole(parameter.detach()) for name, parameter in engine.model.named_parameters()},
-        "evaluation": {"": _array(engine.evaluate(held_out_microbatches(plan, documents)).losses)},
+        "evaluation": {"": _array(engine.evaluate(held_out_microbatches(plan, documents, objective)).losses)},
     }
 
 
@@ -248,18 +250,27 @@ def _differences(plan, spec, dtype, documents, objective, optimizer, moments, ex
     }
 
 
-def own_microbatches(step, plan, documents=True):
+def own_microbatches(step, plan, documents=True, objective=None):
     """Return the microbatches of a global batch that this rank trains on."""
     batch = make_batch(step, plan.batch_size, documents=documents)
     rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
-    return batch.split(len(batch.tokens_BS) // plan.dp)[rank].split(plan.rows_per_forward)
+    own = batch.split(len(batch.tokens_BS) // plan.dp)[rank]
+    return with_rows_before(own.split(plan.rows_per_forward), objective)
 
 
-def held_out_microbatches(plan, documents=True):
+def with_rows_before(batches, objective):
+    """Return the batches with what their objective measures first."""
+    if not isinstance(objective, PreparingObjective):
+        return batches
+    return [replace(batch, before=objective.rows_before(batch)) for batch in batches]
+
+
+def held_out_microbatches(plan, documents=True, objective=None):
     """Return the microbatches that this rank evaluates; data-parallel ranks take the rows in turns."""
     batch = make_batch(99, plan.batch_size, documents=documents)
     rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
-    return batch.each_token(lambda tensor: tensor[rank :: plan.dp]).split(plan.rows_per_forward)
+    own = batch.each_token(lambda tensor: tensor[rank :: plan.dp])
+    return with_rows_before(own.split(plan.rows_per_forward), objective)
 
 
 def _whole(tensor):

@@ -14,6 +14,7 @@ COMMANDS_ELSEWHERE = {
     "eval": "`training-infra evaluate RUN_DIR` tells the held-out loss, and with --tasks the scores on tasks",
     "dpo": "`training-infra train --objective dpo --init-from FOLDER --data pairs.jsonl` does this; objectives: "
     f"{', '.join(objective_names())}",
+    "kto": "`training-infra train --objective kto --init-from FOLDER --data answers.jsonl` does this",
     "finetune": _FINE_TUNING,
     "sft": _FINE_TUNING,
 }

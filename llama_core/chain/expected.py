@@ -8,7 +8,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
-from llama_core.objectives.preferences import has_reference
+from llama_core.objectives.preferences import has_reference, num_references
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import (
     forward_flops_per_token,
@@ -58,7 +58,8 @@ def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
         return 0
     with intact(run.data):
         data = read_json(run.data)
-        return int(data["num_sequences"]) * config.seq_len + int(data["num_validation_tokens"])
+        num_tokens = int(data["num_sequences"]) * config.seq_len + int(data["num_validation_tokens"])
+        return num_references(config.objective) * num_tokens
 
 
 def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None, reference_tokens: float = 0) -> str:
@@ -182,7 +183,10 @@ def _step_seconds(config: RunConfig, plan: ParallelPlan, flops_per_second: float
 
 
 def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:
-    return plan.batch_size * config.seq_len * hardware_flops_per_token(config.spec, config.seq_len, plan.recompute)
+    per_token = hardware_flops_per_token(config.spec, config.seq_len, plan.recompute)
+    if config.objective.prepares:
+        per_token += forward_flops_per_token(config.spec, config.seq_len)
+    return plan.batch_size * config.seq_len * per_token
 
 
 @cache

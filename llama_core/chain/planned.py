@@ -11,7 +11,7 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.scheduler import largest_node_bytes
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
-from llama_core.objectives.preferences import has_reference
+from llama_core.objectives.preferences import has_reference, num_references
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.verdict import MemoryEstimate
@@ -81,6 +81,8 @@ class PlannedRun:
     def reference_tokens(self, data: DataCheck | None) -> float | None:
         """Return the tokens over which the reference is computed, held-out ones too: 0 without one, None if unknown.
 
+        They count once for each forward over them.
+
         Args:
             data: the check of the data.
         """
@@ -88,7 +90,7 @@ class PlannedRun:
             return 0
         if data is None or data.num_tokens is None or data.num_held_out_tokens is None:
             return None
-        return data.num_tokens + data.num_held_out_tokens
+        return num_references(self.config.objective) * (data.num_tokens + data.num_held_out_tokens)
 
     def length(self, tokens: float | None = None, data: DataCheck | None = None) -> tuple[float | None, str]:
         """Return the tokens of the run (None if unknown) and where their number comes from; see ``cost``."""

@@ -441,12 +441,12 @@ def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[
 
 
 def unfit_for_pairs(data: DataConfig, training: TrainingConfig) -> Iterator[Problem]:
-    """Yield which settings of the data do not go with an objective that reads pairs of answers."""
-    if objective_type(training.objective).reads != "pairs":
+    """Yield which settings of the data do not go with an objective that reads answers."""
+    if objective_type(training.objective).reads == "documents":
         return
     both = f"training.objective={training.objective}"
     if not data.document_mask:
-        text = f": {both} has both answers of a pair in one row; leave it out"
+        text = f": {both} has several answers in one row; leave it out"
         yield _wrong("data.document_mask", "false", text, "training.objective")
     if data.loss_on == "all":
         text = f" has no effect: {both} counts the tokens of answers alone; leave it out"

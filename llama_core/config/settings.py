@@ -378,12 +378,16 @@ class TrainingConfig(Section):
     """Coefficient of the square of log Z (the log of the sum of a token's exponentials), which next_token trains for
     besides, so that logits do not drift; usually 1e-4. Losses are told without it."""
     preference_beta: Annotated[float | None, Key(changes="learning")] = Field(None, gt=0)
-    """How strongly dpo and ipo hold the model to the one that it begins with (default: 0.1); simpo's factor on mean
-    log-probabilities (2); orpo's weight of the odds ratio (0.1)."""
+    """How strongly dpo, ipo and kto hold the model to the one that it begins with (default: 0.1); simpo's factor on
+    mean log-probabilities (2); orpo's weight of the odds ratio (0.1)."""
     label_smoothing: Annotated[float, Key(changes="learning")] = Field(0.0, ge=0, lt=0.5)
     """The probability that a pair is the wrong way round, for dpo."""
     simpo_gamma: Annotated[float, Key(changes="learning")] = Field(1.0, ge=0)
     """The margin of rewards that simpo wants exceeded."""
+    desirable_weight: Annotated[float, Key(changes="learning")] = Field(1.0, gt=0)
+    """Factor on the loss of good answers, for kto."""
+    undesirable_weight: Annotated[float, Key(changes="learning")] = Field(1.0, gt=0)
+    """Factor on the loss of bad answers, for kto."""
     learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     parametrization: Annotated[Parametrization, Key(changes="learning")] = "standard"

@@ -309,8 +309,8 @@ class MoE(_Strategy):
 
 _ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}
 _WHOLE_MODEL = {"learning_rate": 2e-5, "epochs": 2.0}
-_RATES_OF_PAIRS = {"adapters": 5e-6, "whole": 1e-6}
-"""Peak learning rates of objectives that read pairs of answers."""
+_RATES_OF_ANSWERS = {"adapters": 5e-6, "whole": 1e-6}
+"""Peak learning rates of objectives that read answers."""
 TUNED = tuple(_ADAPTERS | _WHOLE_MODEL)
 """Settings of ``training`` with other defaults in fine-tuning."""
 
@@ -333,7 +333,7 @@ def fine_tuning_defaults(*, adapters: bool, trained_before: bool, objective: obj
     elif trained_before:
         tuned = _WHOLE_MODEL
     known = OBJECTIVES.get(objective) if isinstance(objective, str) else None
-    if known is None or known.reads != "pairs":
+    if known is None or known.reads == "documents":
         return tuned
     one_epoch = {key: value for key, value in tuned.items() if key != "epochs"}
-    return one_epoch | {"learning_rate": _RATES_OF_PAIRS["adapters" if adapters else "whole"]}
+    return one_epoch | {"learning_rate": _RATES_OF_ANSWERS["adapters" if adapters else "whole"]}

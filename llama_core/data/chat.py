@@ -22,7 +22,7 @@ from llama_core.data.chat_template import (
     ChatTemplate,
 )
 from llama_core.data.corpus import Document, Turns
-from llama_core.data.pairs import SYSTEM_ROLES, Pair, equal_answers, no_answer
+from llama_core.data.pairs import SYSTEM_ROLES, LabelledAnswer, Pair, equal_answers, no_answer
 from llama_core.data.rendering import Message, Spans, TemplateRefusalError, Tools
 from llama_core.data.source_file import SourceFile
 from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
@@ -98,14 +98,16 @@ class ChatFormat:
         """A digest that two formats share only if they make the same documents and count the same tokens."""
         return hashlib.sha256(f"{self.loss_on} {self.template.fingerprint}".encode()).hexdigest()
 
-    def document(self, content: Sequence[Message] | Pair, location: str, tools: Sequence[Message] = ()) -> Document:
-        """Return a record's conversation, or its pair of answers, as a document. Messages without content are dropped.
+    def document(
+        self, content: Sequence[Message] | Pair | LabelledAnswer, location: str, tools: Sequence[Message] = ()
+    ) -> Document:
+        """Return a record's conversation, or its answers, as a document. Messages without content are dropped.
 
         A malformed conversation is an error instead of being left out: such data sets are small, and a fault in one
         record is usually in many.
 
         Args:
-            content: the messages of the record, as a file holds them, or its pair.
+            content: the messages of the record, as a file holds them, or its pair of answers or its labelled one.
             location: the record's place, for errors.
             tools: the JSON schemas of the tools that the assistant may call.
 
@@ -118,6 +120,8 @@ class ChatFormat:
         try:
             if isinstance(content, Pair):
                 return self._pair(content, location, tools)
+            if isinstance(content, LabelledAnswer):
+                return self._labelled(content, location, tools)
             return self._document(content, location, tools)
         except RecursionError:
             raise UnusableRecordError("not supported", "its values are nested too deeply") from None
@@ -167,6 +171,13 @@ class ChatFormat:
         if of_chosen.text == of_rejected.text:  # a template may strip the spaces in which they differ
             raise equal_answers()
         return replace(of_chosen, other=of_rejected)
+
+    def _labelled(self, labelled: LabelledAnswer, location: str, tools: Sequence[Message]) -> Document:
+        """Return an answer with its prompt; only the answer counts."""
+        # both labels of one answer are on the same side of a split
+        identity = json.dumps(["answer", labelled.prompt, labelled.answer], sort_keys=True, default=str)
+        text, turns = self._answer(labelled.prompt, labelled.answer, "completion", location, tools)
+        return Document(text, location, replace(turns, messages=identity), is_good=labelled.is_good)
 
     def _text(self, prompt: str, answer: str) -> tuple[str, Turns]:
         """Return a prompt and an answer that are plain texts between BOS and EOS, and what counts of them."""

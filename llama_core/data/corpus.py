@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from llama_core.data.bad_lines import BadLines, MalformedRecordError, UnusableRecordError
 from llama_core.data.file_kinds import is_undivided, records_of
-from llama_core.data.formats import Content, FieldNames, FormatCounts, Tokens, read_record
-from llama_core.data.pairs import Pair
+from llama_core.data.formats import Content, Conversation, FieldNames, FormatCounts, Tokens, read_record
+from llama_core.data.pairs import LabelledAnswer, Pair
 from llama_core.data.raw_record import RawRecord
 from llama_core.data.source_file import Digest, SourceFile, reading, total_bytes
 from llama_core.data.undivided import TokenLayout, undivided_records
@@ -59,6 +59,8 @@ class Document:
     """Its tokens, if the record holds them and no text."""
     other: "Document | None" = None
     """The rejected answer with its prompt, if this is the chosen one of a pair."""
+    is_good: bool | None = None
+    """Whether it is a good answer with its prompt, or a bad one; None if it is neither."""
 
     @property
     def parts(self) -> "tuple[Document, ...]":
@@ -72,8 +74,8 @@ class Document:
         return own if self.other is None else own + self.other.size
 
 
-RenderConversation = Callable[[list[Any] | Pair, str, Sequence[Any]], Document]
-"""Makes a document from the messages, or the pair of answers, the location and the tools of a record.
+RenderConversation = Callable[[list[Any] | Pair | LabelledAnswer, str, Sequence[Any]], Document]
+"""Makes a document from the messages or the answers, the location and the tools of a record.
 
 Raises ``UnusableRecordError`` for a conversation to leave out, ``DataError`` for a malformed one.
 """
@@ -146,7 +148,7 @@ def _document(content: Content, location: str, render: RenderConversation) -> Do
         return Document("", location, ids=content.ids)
     if isinstance(content, str):
         return Document(content, location)
-    spoken = content if isinstance(content, Pair) else content.messages
+    spoken = content.messages if isinstance(content, Conversation) else content
     return render(spoken, location, content.tools)
 
 

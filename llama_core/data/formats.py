@@ -23,7 +23,15 @@ from llama_core.data.bad_lines import (
     checked_text,
     json_type,
 )
-from llama_core.data.pairs import Message, Pair, begin_alike, has_prompt, pair_of_messages, pair_of_texts
+from llama_core.data.pairs import (
+    LabelledAnswer,
+    Message,
+    Pair,
+    begin_alike,
+    has_prompt,
+    pair_of_messages,
+    pair_of_texts,
+)
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.objectives.traits import Reads
 
@@ -44,8 +52,8 @@ class Conversation(NamedTuple):
     """JSON schemas; empty if there are none."""
 
 
-Content = str | Conversation | Tokens | Pair
-"""A text, a conversation, token ids, or a pair of answers."""
+Content = str | Conversation | Tokens | Pair | LabelledAnswer
+"""A text, a conversation, token ids, a pair of answers, or a labelled one."""
 _TEXT_FIELD = "text"
 _TOOLS_FIELD = "tools"
 INPUT_IDS = "input_ids"
@@ -91,8 +99,12 @@ class RecordFormat:
     """Other fields that it reads where a record has them."""
     of_messages: tuple[str, ...] = ()
     """The fields of each message, if a field holds a list of them."""
+    one: str = ""
+    """What one of its records is, if nothing else can be read instead."""
     is_plain: bool = False
     """Whether its records go unannounced, because they are what a text and a conversation are here."""
+    is_only_told: bool = False
+    """Whether its records are always read as another format, and only counted, to tell what is not used of them."""
 
     @property
     def all_fields(self) -> tuple[str, ...]:
@@ -127,7 +139,7 @@ class FieldNames:
         Raises:
             ConfigError: if it names a field that no format has.
         """
-        known = list(dict.fromkeys(field for row in _formats_of(reads) if row is not TEXT for field in row.all_fields))
+        known = list(dict.fromkeys(field for row in formats_of(reads) if row is not TEXT for field in row.all_fields))
         for field in data.fields:
             if field == _TEXT_FIELD:
                 raise ConfigError("data.fields: the field of a text is data.text_field; set that instead of 'text'")
@@ -138,7 +150,7 @@ class FieldNames:
     @property
     def formats(self) -> tuple[RecordFormat, ...]:
         """The formats that a record may have."""
-        return _formats_of(self.reads)
+        return formats_of(self.reads)
 
     def __getitem__(self, field: str) -> str:
         """Return the source's name of a format's field."""
@@ -147,7 +159,8 @@ class FieldNames:
     @property
     def identity(self) -> list[Any]:
         """What decides which records are read and how, as JSON."""
-        return [self.text, sorted(self.given.items()), [[row.title, row.all_fields] for row in self.formats]]
+        read = [row for row in self.formats if not row.is_only_told]
+        return [self.text, sorted(self.given.items()), [[row.title, row.all_fields] for row in read]]
 
     @cached_property
     def columns(self) -> dict[str, None]:
@@ -170,7 +183,7 @@ class FieldNames:
     @cached_property
     def _rows(self) -> list[tuple[RecordFormat, list[str]]]:
         """All formats with the names of the fields by which they are recognised; first those that were given names."""
-        rows = sorted(self.formats, key=lambda row: not self.are_given_for(row))
+        rows = sorted(self.formats, key=lambda row: (row.is_only_told, not self.are_given_for(row)))
         return [(row, [self[field] for field in row.fields]) for row in rows]
 
     def _holds(self, values: Mapping[str, Any], names: Sequence[str], row: RecordFormat) -> bool:
@@ -224,6 +237,8 @@ class FormatCounts:
 def _what_is_unused(row: RecordFormat, names: FieldNames) -> str:
     if row is PREFERENCES:
         return f"preferences ({names['chosen']!r}), which are not used; {_TRAIN_ON_BOTH}"
+    if row.is_only_told:
+        return f"{names['label']!r}, which is not used; {_TRAIN_ON_LABELS}"
     choice = f"data.fields.{row.fields[0]}={names[row.fields[0]]}"
     return f"{row.described(names)}, which are not used; set {choice} to train on these instead"
 
@@ -256,9 +271,13 @@ def _unrecognised(values: dict[str, Any], names: FieldNames) -> UnusableRecordEr
     if null:
         return UnusableRecordError("wrong type", f"{' and '.join(null)} {'is' if len(null) == 1 else 'are'} null")
     fields = ", ".join(repr(key) for key in list(values)[:MAX_EXAMPLES]) or "no fields"
-    if names.reads == "pairs":
-        both = " and ".join(repr(names[field]) for field in PAIRS.fields)
-        return UnusableRecordError("missing field", f"no {both} among {fields}, which make a pair of answers")
+    if names.reads != "documents":
+        row = names.formats[0]
+        wanted = " and ".join(repr(names[field]) for field in row.fields)
+        hint = ""
+        if names.reads == "pairs" and all(values.get(field) is not None for field in LABELLED.fields):
+            hint = f"; these answers have labels: {_TRAIN_ON_LABELS}"
+        return UnusableRecordError("missing field", f"no {wanted} among {fields}, which make a {row.one}{hint}")
     strings = [key for key, value in values.items() if isinstance(value, str)]
     return UnusableRecordError(
         "missing field", f"no {names.text!r} and no conversation among {fields}{choice_of_text(strings)}"
@@ -351,6 +370,15 @@ def _read_pair(record: Record) -> Pair:
             f"no {names['prompt']!r}, and {names['chosen']!r} and {names['rejected']!r} begin differently",
         )
     return pair._replace(tools=_tools(record))
+
+
+def _read_labelled(record: Record) -> LabelledAnswer:
+    """Return the answer of a record, which is a text or a list of messages, as its prompt is."""
+    label = record.get("label")
+    if not isinstance(label, bool):
+        raise UnusableRecordError("wrong type", f"{record.names['label']!r} is {json_type(label)}, not true or false")
+    prompt = [*_system(record), *_turns(record, "prompt", "user")]
+    return LabelledAnswer(prompt, _turns(record, "completion", "assistant"), label, _tools(record))
 
 
 def _turns(record: Record, field: str, role: str) -> list[Message]:
@@ -454,6 +482,7 @@ def _with_usual_names(message: object, role: str, content: str, which: str) -> M
 
 
 _TRAIN_ON_BOTH = "train on both answers with --objective dpo"
+_TRAIN_ON_LABELS = "train on good and bad answers with --objective kto"
 
 
 def _calls(written: object, which: str) -> list[Message]:
@@ -503,6 +532,7 @@ FORMATS = (
     RecordFormat("Alpaca instructions", ("instruction", "output"), _read_alpaca, optional=("input", "system")),
     PREFERENCES,
     RecordFormat("documents of token ids", (INPUT_IDS,), _read_tokens),
+    RecordFormat("answers with labels", ("prompt", "completion", "label"), _read_labelled, is_only_told=True),
 )
 """All formats. A record that fits several is of the first, unless ``data.fields`` names fields of another."""
 PAIRS = RecordFormat(
@@ -511,9 +541,24 @@ PAIRS = RecordFormat(
     _read_pair,
     optional=("prompt", "system", _TOOLS_FIELD),
     of_messages=("role", "content"),
+    one="pair of answers",
 )
 """The format of records for an objective that reads pairs."""
+LABELLED = RecordFormat(
+    "labelled answers",
+    ("prompt", "completion", "label"),
+    _read_labelled,
+    optional=("system", _TOOLS_FIELD),
+    of_messages=("role", "content"),
+    one="labelled answer",
+)
+"""The format of records for an objective that reads labelled answers, for which a pair is a good and a bad one."""
 
 
-def _formats_of(reads: Reads) -> tuple[RecordFormat, ...]:
-    return (PAIRS,) if reads == "pairs" else FORMATS
+def formats_of(reads: Reads) -> tuple[RecordFormat, ...]:
+    """Return the formats of an objective's records, the one that it is made for first."""
+    if reads == "pairs":
+        return (PAIRS,)
+    if reads == "labelled answers":
+        return (LABELLED, PAIRS)
+    return FORMATS

@@ -1,4 +1,4 @@
-"""Pairs of answers to a prompt, of which one is better: what a record of preferences holds."""
+"""Answers to a prompt: two of which one is better, or one that is good or bad. What a record of preferences holds."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,6 +23,16 @@ class Pair(NamedTuple):
     def is_text(self) -> bool:
         """Whether it is of plain texts: a prompt and what may follow it, without a chat template."""
         return isinstance(self.prompt, str)
+
+
+class LabelledAnswer(NamedTuple):
+    """An answer to a prompt."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    is_good: bool
+    tools: Sequence[Message] = ()
+    """JSON schemas of the tools that the assistant may call."""
 
 
 def pair_of_texts(chosen: str, rejected: str) -> Pair:

@@ -47,7 +47,8 @@ class ShardFacts:
     digest: str
     """What two shards share only if they hold the same tokens."""
     has_pairs: bool = field(default=False, kw_only=True)
-    """Whether every document is a pair of answers, each with the prompt, one after the other."""
+    """Whether every document is a pair of answers, each with the prompt, one after the other. A labelled answer is the
+    first or the second of a pair that lacks the other one."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ class Shard:
 
     @property
     def seconds(self) -> npt.NDArray[Any]:
-        """Tokens of each pair before its second answer's document, int64 [documents]; only if there are pairs."""
+        """Tokens of each pair before its second answer's document, int64 [documents]; only if there are pairs.
+
+        They are 0 of a bad answer alone, and all of a good one.
+        """
         return self.array(SECONDS)
 
     @property

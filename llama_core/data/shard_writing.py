@@ -78,7 +78,9 @@ def write_shard(
                     tally.bad_lines.add(document.location, problem, max_bad_lines)
                     continue
                 ids, ignored = _one_after_another(parts)
-                if document.other is not None:
+                if document.is_good is False:
+                    seconds.append(0)
+                elif document.is_good or document.other is not None:
                     seconds.append(len(parts[0][0]))
                 if document.turns is not None and ignored is not None:
                     ignored_file.seek(offsets[-1])  # past the texts before it, which leaves zeros

@@ -12,7 +12,7 @@ from llama_core.config.settings import SAMPLE, DataConfig, DataSource, name_of, 
 from llama_core.data.chat import ChatFormat, chat_format
 from llama_core.data.corpus import OnProgress
 from llama_core.data.find import FoundFiles, find_files
-from llama_core.data.formats import FieldNames
+from llama_core.data.formats import FieldNames, formats_of
 from llama_core.data.sample import sample_file
 from llama_core.data.shard_store import Recipe
 from llama_core.data.token_cache import TokenCache, cached_tokens
@@ -100,15 +100,17 @@ def tokenised(
 
 
 def refuse_sample(source: DataSource, reads: Reads) -> None:
-    """Refuse to train on pairs of answers of the sample.
+    """Refuse to train on answers of the sample.
 
     Raises:
         DataError: if that is asked for.
     """
-    if source == SAMPLE and reads == "pairs":
+    if source == SAMPLE and reads != "documents":
+        row = formats_of(reads)[0]
+        fields = " and ".join(map(repr, row.fields))
         raise DataError(
-            "this training.objective reads pairs of answers, and the sample holds texts; name a file of records with "
-            "'chosen' and 'rejected' as data.source (--data)"
+            f"this training.objective reads {row.title}, and the sample holds texts; name a file of records with "
+            f"{fields} as data.source (--data)"
         )
 
 

@@ -49,11 +49,14 @@ class Batch:
     """The same documents for kernels that take them instead of a mask; None if a mask is used."""
     per_token: "Mapping[str, Tensor]" = field(default_factory=dict)
     """What the objective reads beside targets, by name: one fp32 number for each token, [B, S]."""
+    before: "Batch | None" = None
+    """Other rows, which a ``PreparingObjective`` measures before it trains on these: as many, and as long."""
 
     def tensors(self) -> "list[Tensor]":
         """Return all tensors of the batch."""
         starts = self.documents and self.documents.starts
-        always = (self.tokens_BS, self.targets_BS, *self.per_token.values())
+        before = self.before.tensors() if self.before else ()
+        always = (self.tokens_BS, self.targets_BS, *self.per_token.values(), *before)
         return [*always, *(tensor for tensor in (self.positions_BS, starts) if tensor is not None)]
 
     def num_targets(self) -> "Tensor":
@@ -106,7 +109,10 @@ class Batch:
         return replace(self, documents=documents)
 
     def each_token(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
-        """Return the batch with ``function`` applied to all tensors [B, S]; the documents stay those of whole rows."""
+        """Return the batch with ``function`` applied to its tensors [B, S].
+
+        The documents stay those of whole rows, and the rows before it stay as they are.
+        """
         return replace(
             self,
             tokens_BS=function(self.tokens_BS),
@@ -117,10 +123,12 @@ class Batch:
 
     def _each(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
         documents = self.documents and self.documents._replace(starts=function(self.documents.starts))
-        return replace(self.each_token(function), documents=documents)
+        before = self.before and self.before._each(function)
+        return replace(self.each_token(function), documents=documents, before=before)
 
     def _rows(self, rows: slice) -> "Batch":
-        return replace(self.each_token(lambda tensor: tensor[rows]), documents=None)
+        before = self.before and self.before._rows(rows)
+        return replace(self.each_token(lambda tensor: tensor[rows]), documents=None, before=before)
 
 
 def ones_per_token(tokens_BS: "Tensor", names: "Iterable[str]") -> "dict[str, Tensor]":

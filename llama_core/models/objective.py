@@ -42,6 +42,26 @@ class MeasuringObjective(Objective, Protocol):
         """Return the fields of a step's record, from the sums over all ranks."""
 
 
+@runtime_checkable
+class PreparingObjective(Objective, Protocol):
+    """An objective whose loss depends on something that is measured over the whole step, before its first backward.
+
+    Before a step or an evaluation, the engine runs a forward over other rows, ``Batch.before``, that keeps nothing.
+    """
+
+    num_prepared: int
+    """How many values of each row are measured."""
+
+    def rows_before(self, batch: Batch) -> Batch:
+        """Return the other rows of a batch in host memory: as many, as long, and nothing but those decides them."""
+
+    def of_rows_before(self, head: HeadInputs, batch: Batch) -> Tensor:
+        """Return what is measured of such rows, [B, num_prepared]; ranks that cut rows return their parts of a sum."""
+
+    def prepare(self, sums: Tensor) -> None:
+        """Take the sums over all rows of all ranks, fp64 [num_prepared]. It must not wait for the device."""
+
+
 def build_objective(training: TrainingConfig) -> Objective:
     """Return the objective that ``training`` names."""
     objective: Objective = import_module(objective_type(training.objective).built_in).build(training)

@@ -1,8 +1,9 @@
 """Objectives of preferences: the better of two answers to a prompt is to become more probable than the other.
 
-A row holds pairs of answers, each with its prompt, as documents. Only the tokens of answers have targets, and a number
-for each token says which answer it belongs to (``llama_core.objectives.preferences``). The losses are functions of the
-log-probabilities of whole answers, so what a token adds to the gradient depends on the whole of its pair.
+A row holds pairs of answers (labelled ones: ``models/kto.py``), each with its prompt, as documents. Only the tokens of
+answers have targets, and a number for each token says which answer it belongs to
+(``llama_core.objectives.preferences``). The losses are functions of the log-probabilities of whole answers, so what a
+token adds to the gradient depends on the whole of its pair.
 """
 
 # Shape suffixes: B batch, S sequence (the tokens held here), T tokens (B * S), N values that are summed over each
@@ -52,7 +53,7 @@ class Outcome(NamedTuple):
     """What an objective makes of some pairs."""
 
     losses: Tensor
-    """Of each pair, [B, P]."""
+    """Of each pair, [B, P], or of each answer, [B, P, 2]."""
     rewards: Tensor
     """Of each answer, [B, P, 2]."""
 
@@ -86,7 +87,7 @@ class PreferenceObjective:
         own_BA = answer_log_probabilities(head, batch)
         values_NBA = _summed(batch, torch.stack(_values(batch, own_BA.dtype)), own_BA.shape[1])
         sums_NBA = torch.cat((own_BA.detach()[None], values_NBA))
-        starts_here_BP = _pairs(values_NBA[0])[..., 0] > 0
+        starts_here = self.starts(_pairs(values_NBA[0]))
         if head.sequence_group is not None:
             dist.all_reduce(sums_NBA, group=head.sequence_group)
         whole_BA, starts_BA, lengths_BA, references_BA = sums_NBA.unbind()
@@ -94,27 +95,34 @@ class PreferenceObjective:
         whole_BA = own_BA + (whole_BA - own_BA.detach())
         answers = Answers(_pairs(whole_BA), _pairs(lengths_BA).clamp(min=1), _pairs(references_BA))
         outcome = self.of_pairs(answers)
-        exists_BP = _pairs(starts_BA).amin(-1) > 0
-        counts_BP = exists_BP & starts_here_BP
-        self._measure(outcome.rewards.detach(), answers.gains.detach(), counts_BP)
+        exists = self.exist(_pairs(starts_BA))
+        counts = exists & starts_here
+        if torch.is_grad_enabled():  # an evaluation is no part of a step
+            measured = torch.where(counts, self.measured(outcome.rewards.detach(), answers.gains.detach()), 0)
+            measured = measured.flatten(1).sum(1)
+            self._measured = measured if self._measured is None else self._measured + measured
         # a pair that begins on another rank is worth nothing here, but has its gradient
-        elsewhere_BP = outcome.losses - outcome.losses.detach()
-        losses_BP = torch.where(counts_BP, outcome.losses, elsewhere_BP)
-        return torch.where(exists_BP, losses_BP, 0).sum()
+        elsewhere = outcome.losses - outcome.losses.detach()
+        losses = torch.where(counts, outcome.losses, elsewhere)
+        return torch.where(exists, losses, 0).sum()
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of pairs whose first token is here."""
-        return (_starts(batch) & (batch.per_token[ANSWER] % 2 != 0)).sum()
+        return (first_tokens(batch) & (batch.per_token[ANSWER] % 2 != 0)).sum()
 
-    def _measure(self, rewards_BP2: Tensor, gains_BP2: Tensor, counts_BP: Tensor) -> None:
-        """Add what the pairs that count have to the sums of this step, unless this is an evaluation."""
-        if not torch.is_grad_enabled():
-            return
+    def exist(self, starts_BP2: Tensor) -> Tensor:
+        """Return which pairs there are, a mask in the shape of the losses, from the first tokens of each answer."""
+        return starts_BP2.amin(-1) > 0
+
+    def starts(self, starts_BP2: Tensor) -> Tensor:
+        """Return which pairs begin with one of these first tokens, in the shape of the losses."""
+        return starts_BP2[..., 0] > 0
+
+    def measured(self, rewards_BP2: Tensor, gains_BP2: Tensor) -> Tensor:
+        """Return what each pair adds to the sums, [num_sums, B, P]."""
         chosen_BP, rejected_BP = rewards_BP2.unbind(-1)
         is_right_BP = chosen_BP > rejected_BP
-        of_pairs = torch.stack((chosen_BP, rejected_BP, gains_BP2.sum(-1), is_right_BP, torch.ones_like(chosen_BP)))
-        measured = torch.where(counts_BP, of_pairs, 0).sum((1, 2))
-        self._measured = measured if self._measured is None else self._measured + measured
+        return torch.stack((chosen_BP, rejected_BP, gains_BP2.sum(-1), is_right_BP, torch.ones_like(chosen_BP)))
 
     def take_measured(self) -> Tensor | None:
         """Return the sums over the pairs since the last call, [num_sums]; None if there was no batch."""
@@ -260,14 +268,15 @@ def _values(batch: Batch, dtype: torch.dtype) -> list[Tensor]:
     reference_BS = batch.per_token.get(REFERENCE)
     if reference_BS is None:
         reference_BS = torch.zeros_like(batch.per_token[ANSWER])
-    return [_starts(batch).to(dtype), counts_BS.to(dtype), reference_BS.to(dtype)]
+    return [first_tokens(batch).to(dtype), counts_BS.to(dtype), reference_BS.to(dtype)]
 
 
 def _counts(batch: Batch) -> Tensor:
     return batch.targets_BS != IGNORE_INDEX
 
 
-def _starts(batch: Batch) -> Tensor:
+def first_tokens(batch: Batch) -> Tensor:
+    """Return which tokens begin an answer, [B, S]."""
     return (batch.per_token[ANSWER] < 0) & _counts(batch)
 
 

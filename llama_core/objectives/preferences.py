@@ -4,10 +4,12 @@ from llama_core.objectives.traits import ObjectiveType
 
 ANSWER = "answer"
 """The value of each token that says which answer it belongs to: the answers of a row count from 1, and 0 is none. The
-two of a pair follow each other, the better one with the odd number. The first token that counts in an answer has the
-negative number."""
+two of a pair follow each other, the better one with the odd number; labelled answers take one of two numbers, the odd
+one if they are good. The first token that counts in an answer has the negative number."""
 REFERENCE = "reference"
 """The value of each token whose sum over an answer is its log-probability under the reference."""
+MISMATCH = "mismatch"
+"""The same of the answer's log-probability after another prompt, that of the answer before it in the row."""
 
 _MODULE = "llama_core.models.preferences"
 _PROGRAM = "llama_core.planning.program.preferences"
@@ -48,8 +50,23 @@ ORPO = ObjectiveType(
     unit="nats/pair",
     reads="pairs",
 )
+KTO = ObjectiveType(
+    "kto",
+    built_in="llama_core.models.kto",
+    program=_PROGRAM,
+    keys=("preference_beta", "desirable_weight", "undesirable_weight"),
+    per_token=(ANSWER, REFERENCE, MISMATCH),
+    unit="utility/answer",
+    reads="labelled answers",
+    prepares=True,
+)
 
 
 def has_reference(objective: ObjectiveType) -> bool:
     """Return whether an objective compares answers with what the weights that a run begins with make of them."""
-    return REFERENCE in objective.per_token
+    return num_references(objective) > 0
+
+
+def num_references(objective: ObjectiveType) -> int:
+    """Return how many log-probabilities under the reference it compares those of an answer with: forwards over it."""
+    return len({REFERENCE, MISMATCH}.intersection(objective.per_token))

@@ -2,10 +2,10 @@
 
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.objectives.next_token import NEXT_TOKEN
-from llama_core.objectives.preferences import DPO, IPO, ORPO, SIMPO
+from llama_core.objectives.preferences import DPO, IPO, KTO, ORPO, SIMPO
 from llama_core.objectives.traits import ObjectiveType
 
-OBJECTIVES = {objective.name: objective for objective in (NEXT_TOKEN, DPO, IPO, SIMPO, ORPO)}
+OBJECTIVES = {objective.name: objective for objective in (NEXT_TOKEN, DPO, IPO, SIMPO, ORPO, KTO)}
 
 DEFAULT_OBJECTIVE = NEXT_TOKEN.name
 

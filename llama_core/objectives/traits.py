@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Reads = Literal["documents", "pairs"]
-"""What an objective reads of a record: a text or a conversation, or two answers to a prompt of which one is better."""
+Reads = Literal["documents", "pairs", "labelled answers"]
+"""What an objective reads of a record: a text or a conversation, two answers to a prompt of which one is better, or an
+answer to a prompt that is good or bad."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class ObjectiveType:
     """Unit of the loss."""
     reads: Reads = "documents"
     """What it reads of a record."""
+    prepares: bool = False
+    """Whether it measures other rows before each step, as many and as long: a forward that keeps nothing. What is built
+    is then a ``PreparingObjective``."""
 
     @property
     def unit_in_words(self) -> str:

@@ -1,7 +1,7 @@
 """Apply a plan to a model, in the one order in which its parts work together."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import use_fp8
+from llama_core.models.head import HeadInputs
 from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.moe import prepare_routers
@@ -23,6 +24,7 @@ from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.owners import mark_copies
 from llama_core.parallel.pipeline import OnPhase, Pipeline
+from llama_core.parallel.prepared import prepare
 from llama_core.parallel.ranks import check_started
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
@@ -127,6 +129,7 @@ class ParallelModel:
         Returns:
             The mean loss over what counts on all ranks, a scalar.
         """
+        prepare(self.model.objective, microbatches, self.measure_rows, on_phase)
         pieces = [self._own_columns(batch) for batch in microbatches]
         count = self._count(pieces).clamp(min=1)
         # data parallelism averages over the ranks, but the loss is the mean over all that counts
@@ -193,6 +196,7 @@ class ParallelModel:
         Args:
             microbatches: this rank's share; every rank has as many rows.
         """
+        prepare(self.model.objective, microbatches, self.measure_rows)
         pieces = [self._own_columns(batch) for batch in microbatches]
         with losses_by_row(self.model):
             losses = self.pipeline.evaluate(pieces)
@@ -207,23 +211,36 @@ class ParallelModel:
         counts_R = self._over_all_rows(counts_R) // (copies * self.plan.pp)
         return HeldOutRows.of(losses_R.tolist(), counts_R.tolist())
 
-    @torch.no_grad()
     def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
         """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
 
         Args:
             microbatches: this rank's share; every rank has as many rows, and all have one length.
         """
-        pieces = [self._own_columns(batch) for batch in microbatches]
-        with measuring(self.model, answer_log_probabilities):
-            of_pieces = self.pipeline.evaluate(pieces)
         num_answers = answers_of_row(microbatches[0].tokens_BS.shape[1])
+        return self.measure_rows(answer_log_probabilities, num_answers, microbatches)
+
+    @torch.no_grad()
+    def measure_rows(
+        self, measure: Callable[[HeadInputs, Batch], Tensor], num_values: int, microbatches: Sequence[Batch]
+    ) -> Tensor:
+        """Return some values of every row of all ranks, in turns: [rows, values].
+
+        Args:
+            measure: returns those of each row of a batch, [B, values]; where ranks cut rows, those of their tokens,
+                which are added up.
+            num_values: how many they are.
+            microbatches: this rank's share; every rank has as many rows.
+        """
+        pieces = [self._own_columns(batch) for batch in microbatches]
+        with measuring(self.model, measure):
+            of_pieces = self.pipeline.evaluate(pieces)
         sizes = [len(piece.tokens_BS) for piece in pieces]
-        values_RA = torch.zeros((sum(sizes), num_answers), dtype=self._wide, device=self.device)
-        for number, of_piece in enumerate(torch.split(values_RA, sizes)):
+        values_RV = torch.zeros((sum(sizes), num_values), dtype=self._wide, device=self.device)
+        for number, of_piece in enumerate(torch.split(values_RV, sizes)):
             if number in of_pieces:  # else its last stage is on another rank
                 of_piece.copy_(of_pieces[number])
-        return self._over_all_rows(values_RA) / self.plan.tp
+        return self._over_all_rows(values_RV) / self.plan.tp
 
     def _over_all_rows(self, values_R: Tensor) -> Tensor:
         """Return the values of the rows of all data-parallel ranks, in turns; ranks with the same rows add theirs."""

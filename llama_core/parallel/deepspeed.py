@@ -41,14 +41,16 @@ from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
 from llama_core.imports import how_to_install
 from llama_core.models.batch import Batch
+from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.objective import Objective
-from llama_core.models.preferences import answer_log_probabilities
+from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
+from llama_core.parallel.prepared import prepare
 from llama_core.parallel.ranks import check_started, is_first_rank, on_first_rank
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.planning.plan import ParallelPlan
@@ -213,6 +215,7 @@ class DeepSpeedModel:
         """
         if loss_scale != 1:
             raise ValueError(f"loss_scale={loss_scale}: DeepSpeed would scale the loss again; use 1")
+        prepare(self.model.objective, microbatches, self.measure_rows, on_phase)
         count = self._count(microbatches).clamp(min=1)
         # DeepSpeed averages over the ranks, but the loss is the mean over all that counts
         scale = self.plan.dp / count
@@ -256,23 +259,37 @@ class DeepSpeedModel:
         Args:
             microbatches: this rank's share; every rank has as many rows.
         """
+        prepare(self.model.objective, microbatches, self.measure_rows)
         with losses_by_row(self.model):
             losses_R = torch.cat([self._loss(batch) for batch in microbatches])
         self.engine.empty_partition_cache()  # drop weights gathered for a backward
         counts_R = torch.stack([self.model.objective.count(row) for batch in microbatches for row in batch.split(1)])
         return HeldOutRows.of(self._over_all_rows(losses_R).tolist(), self._over_all_rows(counts_R).tolist())
 
-    @torch.no_grad()
     def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
         """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
 
         Args:
             microbatches: this rank's share; every rank has as many rows, and all have one length.
         """
-        with measuring(self.model, answer_log_probabilities):
-            values_RA = torch.cat([self._loss(batch) for batch in microbatches])
+        num_answers = answers_of_row(microbatches[0].tokens_BS.shape[1])
+        return self.measure_rows(answer_log_probabilities, num_answers, microbatches)
+
+    @torch.no_grad()
+    def measure_rows(
+        self, measure: Callable[[HeadInputs, Batch], Tensor], num_values: int, microbatches: Sequence[Batch]
+    ) -> Tensor:
+        """Return some values of every row of all ranks, in turns: [rows, values].
+
+        Args:
+            measure: returns those of each row of a batch, [B, values].
+            num_values: how many they are.
+            microbatches: this rank's share; every rank has as many rows.
+        """
+        with measuring(self.model, measure):
+            values_RV = torch.cat([self._loss(batch) for batch in microbatches])
         self.engine.empty_partition_cache()
-        return self._over_all_rows(values_RA)
+        return self._over_all_rows(values_RV)
 
     def _over_all_rows(self, values_R: Tensor) -> Tensor:
         every_RD = values_R.new_zeros(len(values_R), self.plan.dp, *values_R.shape[1:])

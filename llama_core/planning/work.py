@@ -218,12 +218,17 @@ class Work:
 
     @cached_property
     def batch_bytes(self) -> int:
-        """Bytes of the step's tokens, their targets, with documents their positions, and what the objective reads."""
+        """Bytes of the step's tokens, their targets, with documents their positions, and what the objective reads.
+
+        An objective that prepares has as many other rows, of which other ranks' columns are not kept.
+        """
         plan = self.plan
         rows = plan.microbatch_size * plan.num_microbatches
         columns = self.seq_len
         if plan.cp > 1:  # this rank's columns, and the rows that all ranks of the sequence get
             columns += self.seq_len // plan.cp
+        if self.objective.prepares:
+            columns += self.seq_len
         num_int64 = 2 if self.documents == "none" else 3
         return (num_int64 * INT64_BYTES + len(self.objective.per_token) * FP32_BYTES) * rows * columns
 

@@ -78,18 +78,20 @@ class StepRecord:
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     """``eval_loss`` of each named part of the held-out tokens; empty if not measured, or if they have no names."""
     reward_chosen: float | None = None
-    """Mean reward of the chosen answers of the step's pairs: what the objective makes of their log-probabilities. Like
-    the next three, None unless pairs of answers are trained on."""
+    """Mean reward of the chosen answers of the step's pairs, or of its good answers: what the objective makes of their
+    log-probabilities. Like the next three, None unless answers are trained on, and where a step has none of them."""
     reward_rejected: float | None = None
-    """Mean reward of the rejected answers."""
+    """Mean reward of the rejected or bad answers."""
     reward_margin: float | None = None
-    """Mean over the pairs of the chosen answer's reward less the rejected one's."""
+    """``reward_chosen`` less ``reward_rejected``."""
     reward_accuracy: float | None = None
-    """Share of the pairs in which the chosen answer has the higher reward."""
+    """Share of the pairs in which the chosen answer has the higher reward, or of the labelled answers that gain more
+    than the divergence if they are good, and less if they are bad."""
     kl: float | None = None
     """Mean over the step's answers, chosen and rejected, of the summed log-probability under the model less that under
     the reference, in nats: a one-sample estimate of the KL divergence from the reference, on the answers of the data.
-    Not multiplied by beta. The answers are not drawn from the model, so it may be negative. None without a reference.
+    Not multiplied by beta. The answers are not drawn from the model, so it may be negative. Of labelled answers, it is
+    that of mismatched ones, at least 0, which their losses are relative to. None without a reference.
     """
 
 

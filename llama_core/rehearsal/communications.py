@@ -211,8 +211,8 @@ def _batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     tokens = torch.zeros((rows, seq_len), dtype=torch.int64)
     batch = Batch(tokens, torch.zeros_like(tokens), None, per_token=ones_per_token(tokens, config.objective.per_token))
     if plan.cp > 1 and document_attention(config, plan) == "varlen":
-        return batch.with_positions().with_documents()
-    return batch
+        batch = batch.with_positions().with_documents()
+    return replace(batch, before=batch) if config.objective.prepares else batch
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from llama_core.rehearsal.transfers import Transfer
 from llama_core.schedules.actions import COMPUTATIONS, SENDS, Action, Kind, Schedule
 from llama_core.schedules.walk import Situation, walk
 
+_FORWARDS = {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
+
 
 @dataclass(frozen=True)
 class Hosting:
@@ -249,6 +251,10 @@ class ComposedStep:
     flops_of_one: dict[tuple[int, Kind], int] = field(default_factory=dict)
     """FLOPs of one computation, by slot and kind."""
     transfers: Counter[Transfer] = field(default_factory=Counter)
+    forward_flops: int = 0
+    """FLOPs of all forwards alone."""
+    forward_transfers: Counter[Transfer] = field(default_factory=Counter)
+    """Transfers of all forwards, and sends of their outputs."""
 
     @property
     def profile(self) -> MemoryProfile:
@@ -276,6 +282,9 @@ def compose(recording: Recording, wanted: Iterable[Step]) -> ComposedStep:
         composed.add(level, change)
         if isinstance(step, Computation):
             composed.flops_of_one[step.slot, step.kind] = change.flops
+        if not isinstance(step, Closing) and step.kind in _FORWARDS:
+            composed.forward_flops += change.flops
+            composed.forward_transfers += change.transfers
         level = _plus(level, change.growth)
     composed.add(recording.update_start, recording.update)
     return composed

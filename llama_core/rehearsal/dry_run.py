@@ -39,7 +39,7 @@ class RankResult:
     peak_at: str
     """The operator that reached the peak, and the module or gradient before it."""
     flops: int
-    """FLOPs of one step as executed: attention in full, recomputation included."""
+    """FLOPs of one step as executed: attention in full, recomputation included, and a forward before it."""
     traffic: tuple[Traffic, ...]
     """Its transfers with other ranks; a point-to-point receive counts on the sending rank only."""
     idle_share: float | None
@@ -199,14 +199,19 @@ class _Rehearsal:
         """Return the result of a rank."""
         pp_rank = self.plan.coordinate(rank, "pp")
         profile = step.profile
+        flops = step.flops
+        transfers = step.transfers
+        if self.work.objective.prepares:  # what a forward sends and computes is the same without a gradient
+            flops += step.forward_flops
+            transfers = transfers + step.forward_transfers
         return RankResult(
             rank=rank,
             pp_rank=pp_rank,
             layers=tuple(self.layers[stage] for stage in self.schedule.stages_of(pp_rank)),
             profile=profile,
             peak_at=step.places[profile.peak_phase],
-            flops=step.flops,
-            traffic=summed(step.transfers),
+            flops=flops,
+            traffic=summed(transfers),
             idle_share=idle_share,
             device_overhead=device_overhead(self.config, self.plan, pp_rank, profile),
         )

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
 from llama_core.models.batch import Batch, Documents, ones_per_token
+from llama_core.parallel import apply
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
@@ -196,7 +197,11 @@ class _Tracer:
         microbatches = [_fake_batch(self.config, self.plan) for _ in range(num_forwards)]
         for batch in microbatches:
             counter.relabel(batch.tensors(), "activations")
-        with self._spans_of_messages(), replaced(self.gradients, "complete", self._closing(self.gradients.complete)):
+        with (
+            self._spans_of_messages(),
+            replaced(self.gradients, "complete", self._closing(self.gradients.complete)),
+            replaced(apply, "prepare", lambda *args: None),  # its forward is counted as those of the step
+        ):
             train_step(
                 self.engine,
                 microbatches,
@@ -320,6 +325,11 @@ def _without_torchs_advice() -> Iterator[None]:
 
 
 def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
+    rows = _fake_rows(config, plan)
+    return replace(rows, before=_fake_rows(config, plan)) if config.objective.prepares else rows
+
+
+def _fake_rows(config: RunConfig, plan: ParallelPlan) -> Batch:
     rows = plan.rows_per_forward
     tokens = torch.zeros((rows, config.seq_len), dtype=torch.int64)
     kind = document_attention(config, plan)

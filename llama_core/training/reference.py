@@ -29,8 +29,8 @@ from llama_core.units import format_duration
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[Batch], npt.NDArray[np.float32]]
-"""Returns the log-probabilities of the answers in rows of a batch of every rank: of the rows of all ranks, in turns,
-[rows, A]; the first column is of no answer."""
+"""Returns the log-probabilities of the answers in rows of a batch of every rank, after their own prompts and, for an
+objective of mismatches, after others: of the rows of all ranks, in turns, [rows, A, 1 or 2]. Answer 0 is none."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class ReferenceRecord:
     rows: Mapping[str, str]
     """The digest of the rows of each source: documents, template, tokenizer and length of the rows."""
     num_pairs: Mapping[str, int]
-    """The pairs of each source, in the order of the file."""
+    """The pairs of each source, in the order of the file: two numbers each. Or its labelled answers, each with its own
+    log-probability and that after another prompt."""
     sha256: str
     """Of the file."""
 
@@ -90,7 +91,8 @@ class References:
         if is_first_rank():
             num_pairs = sum(map(len, values.values()))
             seconds = time.perf_counter() - began
-            logger.info("the reference of %s pairs took %s", f"{num_pairs:,}", format_duration(seconds))
+            what = next((rows.unit for rows in self.rows.values()), "pairs")
+            logger.info("the reference of %s %s took %s", f"{num_pairs:,}", what, format_duration(seconds))
 
     def read(self) -> None:
         """Read the log-probabilities that the run has computed before its first step; all ranks call it together.
@@ -140,14 +142,14 @@ class References:
             rows.set_references(values[name])
 
     def _computed(self, rows: PackedPairs, plan: ParallelPlan, measure: Measure) -> npt.NDArray[np.float32]:
-        """Return the log-probabilities of the pairs of some rows, [pairs, 2]."""
+        """Return the log-probabilities of the pairs or labelled answers of some rows, [pairs, 2]."""
         values_N2 = np.empty((rows.num_pairs, 2), np.float32)
         index = 0
         for batch in self._batches(rows, plan):
             for of_row in measure(batch):
                 if index < len(rows):  # else it fills the last batch
                     pairs = rows.pairs_of(index)
-                    values_N2[pairs.start : pairs.stop] = of_row[1 : 1 + 2 * len(pairs)].reshape(-1, 2)
+                    values_N2[pairs.start : pairs.stop] = rows.references_in(of_row, index)
                 index += 1
         return values_N2
 

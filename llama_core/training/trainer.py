@@ -28,6 +28,7 @@ from llama_core.data.supply import BatchSource, Supply
 from llama_core.errors import DataError, NonFiniteError, StoppedError, TrainingInfraError
 from llama_core.machine.detect import software_versions
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
+from llama_core.models.objective import PreparingObjective
 from llama_core.models.pretrained import checkpoints_behind, where_stored
 from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.parallel.measured import measured_fields, measured_totals
@@ -345,10 +346,12 @@ class Trainer:
             self.references.compute(self.plan, self._log_probabilities)
 
     def _log_probabilities(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return those of all answers in the rows of all ranks, in turns."""
+        """Return those of all answers in the rows of all ranks, in turns, and in the rows before those."""
         self._stop_if_asked("the reference was computed")
         pieces = [piece.to(self.device) for piece in self._microbatches(batch)]
-        return self.engine.log_probabilities_of_answers(pieces).float().cpu().numpy()
+        before = [piece.before for piece in pieces if piece.before is not None]
+        values = [self.engine.log_probabilities_of_answers(rows) for rows in (pieces, before) if rows]
+        return torch.stack(values, dim=-1).float().cpu().numpy()
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
         """Time whole steps from the current state, after warm-up; no metrics or checkpoints are written.
@@ -405,6 +408,9 @@ class Trainer:
         for example in chain.from_iterable(map(self._examples, self.config.seq_lens)):
             microbatch = example.to(self.device)
             parallel.compile_blocks(microbatch)
+            if self.config.objective.prepares:
+                with torch.no_grad():
+                    parallel.compile_blocks(microbatch)
             if self.validation:
                 with self._evaluating(), torch.no_grad():
                     parallel.compile_blocks(microbatch)
@@ -654,15 +660,23 @@ class Trainer:
         Raises:
             DataError: if the batch lacks what the objective reads.
         """
-        objective = self.config.objective
-        missing = [name for name in objective.per_token if name not in batch.per_token]
+        wanted = self.config.objective
+        missing = [name for name in wanted.per_token if name not in batch.per_token]
         if missing:
             raise DataError(
-                f"training.objective={objective.name} reads {', '.join(missing)} of every token, which the batches do "
+                f"training.objective={wanted.name} reads {', '.join(missing)} of every token, which the batches do "
                 "not have; give batches with them in per_token, from your own dataloader"
             )
         if self._has_window:
             batch = batch.with_positions()
+        pieces = self._split(batch)
+        objective = self.engine.model.objective
+        if not isinstance(objective, PreparingObjective):
+            return pieces
+        before = self._split(objective.rows_before(batch))
+        return [replace(piece, before=rows) for piece, rows in zip(pieces, before, strict=True)]
+
+    def _split(self, batch: Batch) -> list[Batch]:
         pieces = batch.split(self._rows_per_forward(batch.tokens_BS.shape[1]))
         if not self._takes_documents:
             return pieces

@@ -60,7 +60,7 @@ def predicted(contents: RunContents) -> dict[str, float]:
     if "compute_seconds" not in step:
         return {}
     return {
-        "computing": step["compute_seconds"],
+        "computing": step["compute_seconds"] + step.get("preparation_seconds", 0.0),
         "communication": sum(step.get(f"{axis}_seconds", 0.0) for axis in AXES),
         "pipeline bubble": step.get("bubble_seconds", 0.0),
         "optimizer": step.get("optimizer_seconds", 0.0),

@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from llama_core.objectives.next_token import NEXT_TOKEN
+from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents, losses_by_name
@@ -356,27 +357,39 @@ def routing(steps: pd.DataFrame) -> go.Figure:
 
 
 def _rewards_panel(contents: RunContents) -> Panel | None:
-    """Return a panel if the run trains on pairs of answers."""
+    """Return a panel if the run trains on answers, in pairs or with labels."""
     steps = contents.steps
     if steps["reward_margin"].isna().all():
         return None
-    last = steps.iloc[-1]
-    summary = (
-        "At the last step the chosen answers' reward exceeded that of the rejected ones by "
-        f"{last['reward_margin']:.3g}, and it was higher in {last['reward_accuracy']:.1%} of the pairs."
-    )
+    last = steps[steps["reward_margin"].notna()].iloc[-1]  # a step may have good answers alone
     notes = [
         "A reward is what the objective makes of an answer's log-probability: with a reference, beta times the "
-        "gain over it, so that both begin at 0.",
-        "Both may fall: only the margin between them is trained for.",
+        "gain over it, so that both begin at 0."
     ]
-    has_reference = _has_reference(steps)
-    if has_reference:
-        summary += f" The KL divergence from the reference was about {last['kl']:.3g} nats."
-        notes.append(
+    if _has_labels(contents):
+        summary = (
+            "At the last step with both, the good answers' mean reward exceeded that of the bad ones by "
+            f"{last['reward_margin']:.3g}, and {last['reward_accuracy']:.1%} of the answers were on their side of the "
+            "divergence."
+        )
+        about_divergence = (
+            "The KL divergence is the mean gain over the reference in the log-probability of the step's answers after "
+            "the prompts of other answers, at least 0: good answers are to gain more than that, and bad ones less."
+        )
+    else:
+        summary = (
+            "At the last step the chosen answers' reward exceeded that of the rejected ones by "
+            f"{last['reward_margin']:.3g}, and it was higher in {last['reward_accuracy']:.1%} of the pairs."
+        )
+        notes.append("Both may fall: only the margin between them is trained for.")
+        about_divergence = (
             "The KL divergence is an estimate on the answers of the data, which are not drawn from the model, so it "
             "may be negative: the mean gain in an answer's log-probability over the reference."
         )
+    has_reference = _has_reference(steps)
+    if has_reference:
+        summary += f" The KL divergence from the reference was about {last['kl']:.3g} nats."
+        notes.append(about_divergence)
     return Panel(
         "Rewards of the answers",
         rewards(steps),
@@ -385,6 +398,12 @@ def _rewards_panel(contents: RunContents) -> Panel | None:
         wide=True,
         height_px=560 if has_reference else None,  # a fourth row
     )
+
+
+def _has_labels(contents: RunContents) -> bool:
+    """Return whether the run trains on answers with labels, as far as its configuration is known."""
+    objective = OBJECTIVES.get(str(contents.setting("training", "objective")))
+    return objective is not None and objective.reads == "labelled answers"
 
 
 def _has_reference(steps: pd.DataFrame) -> bool:

@@ -7,10 +7,11 @@ import pytest
 from llama_core.chain import expected
 from llama_core.chain.expected import CPU_SHARE, SLOW_STEP_SECONDS, expected_here, expected_step, slow_steps
 from llama_core.chain.planned import plan_for_gpu
+from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.step_time import hardware_flops_per_token
+from llama_core.planning.time.step_time import forward_time_of, hardware_flops_per_token, step_time_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.units import TFLOP, format_duration
@@ -69,6 +70,23 @@ def test_the_time_of_a_run_on_this_cpu_has_that_of_its_reference(monkeypatch):
     of_steps, of_reference = map(format_duration, (30 * step, 50 * step))
     assert told.endswith(f"the 30 steps of the run {of_steps}, the reference before the first step {of_reference}")
     assert "reference" not in expected_here(config, plan, None, 0)
+
+
+def test_a_step_that_measures_other_rows_before_takes_the_time_of_their_forward():
+    settings = {"model": "llama3_8b", "parallel": {"gpus": 8}, "launch": {"device": "cuda", "gpu_type": "h100"}}
+
+    def planned(objective):
+        training = {"objective": objective, "precision": "bf16", "batch_size": 8}
+        return plan_for_gpu(RunConfig.from_mapping(settings | {"training": training}))
+
+    kto = planned("kto")
+    plan = kto.plan
+    gpu = gpu_spec("h100")
+    tokens = plan.batch_size * kto.config.seq_len
+    more = step_time_of(kto.config, plan, gpu).total - step_time_of(planned("dpo").config, plan, gpu).total
+    assert more == pytest.approx(forward_time_of(kto.config, plan, gpu, tokens), rel=0.01)
+    assert more == pytest.approx(kto.step.parts["preparation"])
+    assert 0.15 < kto.step.parts["preparation"] / kto.step.total < 0.35
 
 
 def test_a_long_reference_of_a_short_run_is_announced():

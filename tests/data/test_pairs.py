@@ -277,7 +277,7 @@ def test_an_objective_without_a_reference_has_none_in_its_batches(tmp_path):
 
 
 def test_pairs_need_the_document_mask_and_count_answers_alone():
-    with pytest.raises(ConfigError, match=r"data\.document_mask=false: training\.objective=dpo has both answers"):
+    with pytest.raises(ConfigError, match=r"data\.document_mask=false: training\.objective=dpo has several answers"):
         RunConfig.from_mapping({"training": {"objective": "dpo"}, "data": {"document_mask": False}})
     with pytest.raises(ConfigError, match=r"data\.loss_on=all has no effect: training\.objective=dpo counts"):
         RunConfig.from_mapping({"training": {"objective": "dpo"}, "data": {"loss_on": "all"}})

@@ -7,6 +7,7 @@ from toy_objective import Masked
 from weighted_objective import Weighted
 from width import cases
 
+from llama_core.models.kto import Kto
 from llama_core.models.preferences import Dpo, Orpo
 from llama_core.planning.plan import ParallelPlan
 
@@ -17,12 +18,14 @@ MASKED = Masked()
 WEIGHTED = Weighted()
 DPO = Dpo(beta=0.5, label_smoothing=0.1)
 ORPO = Orpo(beta=0.5)
+KTO = Kto(beta=0.05, desirable_weight=1.0, undesirable_weight=1.5)
 PAIRED = {
     "tp2 dp2": ParallelPlan(tp=2, dp_replicate=2, num_microbatches=2),
     "pp2 1f1b": PLANS["pp2 1f1b"],
     "cp2": PLANS["cp2"],
     "zero3 dp2": NARROW["zero3 dp2"],
 }
+PREPARED = PAIRED | {name: PLANS[name] for name in ("pp2 zbv", "pp2 chimera", "tp2 cp2", "zero2 dp2")}
 
 
 @pytest.mark.parametrize("plan", NARROW.values(), ids=NARROW)
@@ -62,6 +65,14 @@ def test_pairs_of_answers_match_one_process_under_every_kind_of_plan(name):
 @pytest.mark.wide
 def test_pairs_of_answers_match_one_process_with_experts():
     differences = largest_differences(PLANS["tp2 cp2"], spec=SPARSE, objective=ORPO)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases(PREPARED, narrow=["tp2 dp2", "pp2 1f1b"]))
+@pytest.mark.parametrize("spec", cases({"adapters": ADAPTED, "whole": UNTIED}, narrow=["adapters"]))
+def test_a_divergence_of_the_whole_step_is_that_of_one_process(plan, spec):
+    """Both forwards of a step, the one over mismatched answers and the one that trains, run under the plan."""
+    differences = largest_differences(plan, spec=spec, objective=KTO)
     assert max(differences.values()) < 1e-8, differences
 
 

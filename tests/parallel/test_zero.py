@@ -24,14 +24,16 @@ from parity import (
     make_batch,
     train,
     undefined,
+    with_rows_before,
 )
 from toy_objective import Masked
 from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
+from llama_core.models.kto import Kto
 from llama_core.models.llama import build_llama
-from llama_core.models.preferences import Dpo
+from llama_core.models.preferences import Dpo, PreferenceObjective
 from llama_core.parallel.deepspeed import DeepSpeedModel, deepspeed_config
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checksums import file_sum
@@ -39,6 +41,7 @@ from llama_core.training.optimizer import build_optimizer
 
 MASKED = Masked()
 DPO = Dpo(beta=0.5, label_smoothing=0.1)
+KTO = Kto(beta=0.05, desirable_weight=1.0, undesirable_weight=1.5)
 DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
 
 
@@ -54,13 +57,15 @@ def build(plan, spec=UNTIED, dtype=torch.float32, objective=None):
     )
 
 
-def own_microbatches(plan, step):
+def own_microbatches(plan, step, objective=None):
     batch = make_batch(step, plan.batch_size, documents=True)
-    return batch.split(plan.batch_size // plan.dp)[dist.get_rank()].split(plan.rows_per_forward)
+    own = batch.split(plan.batch_size // plan.dp)[dist.get_rank()]
+    return with_rows_before(own.split(plan.rows_per_forward), objective)
 
 
 def take_step(model, step, on_phase=lambda phase: None, max_grad_norm=TRAINING.max_grad_norm):
-    loss = model.forward_backward(own_microbatches(model.plan, step), loss_scale=1.0, on_phase=on_phase)
+    microbatches = own_microbatches(model.plan, step, model.model.objective)
+    loss = model.forward_backward(microbatches, loss_scale=1.0, on_phase=on_phase)
     grad_norm, updated = model.update(
         loss,
         learning_rate=TRAINING.learning_rate,
@@ -90,9 +95,9 @@ def trained(plan, spec, dtype, objective):
         model.initialize_weights(seed=1)
         initial = weights_of(model)
         losses, norms, _ = zip(*(take_step(model, step, phases.append) for step in range(NUM_STEPS)), strict=True)
-        evaluation = model.evaluate(held_out_microbatches(plan)).losses
+        evaluation = model.evaluate(held_out_microbatches(plan, objective=objective)).losses
         answers = None
-        if isinstance(objective, Dpo):
+        if isinstance(objective, PreferenceObjective):
             answers = model.log_probabilities_of_answers(held_out_microbatches(plan)).numpy()
     return {
         "answers": answers,
@@ -152,10 +157,13 @@ def test_another_objective_matches_one_process_too(stage):
     assert expected["losses"][""] != pytest.approx(alone(UNTIED)["losses"][""], rel=1e-3)
 
 
-@pytest.mark.parametrize(("stage", "spec"), [(2, ADAPTED), wide(3, UNTIED), wide(3, ADAPTED)])
-def test_pairs_of_answers_match_one_process_too(stage, spec):
-    ranks = two_ranks(DeepSpeedPlan(zero_stage=stage), spec, objective=DPO)
-    expected = alone(spec, DPO)
+@pytest.mark.parametrize(
+    ("stage", "spec", "objective"),
+    [(2, ADAPTED, DPO), wide(3, UNTIED, DPO), wide(3, ADAPTED, DPO), wide(2, UNTIED, KTO), wide(3, ADAPTED, KTO)],
+)
+def test_answers_match_one_process_too(stage, spec, objective):
+    ranks = two_ranks(DeepSpeedPlan(zero_stage=stage), spec, objective=objective)
+    expected = alone(spec, objective)
     assert_equal_within_rounding(ranks, expected)
     for ours in ranks:
         np.testing.assert_allclose(ours["answers"], expected["answers"][""], rtol=1e-5)

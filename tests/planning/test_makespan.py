@@ -43,6 +43,9 @@ def test_extrapolating_a_long_pipeline_of_uneven_stages_is_within_a_percent(name
     uneven = st.floats(0.8, 1.25)
     passes = [Pass(data.draw(uneven), 2 * data.draw(uneven)) for _ in range(plan.num_stages)]
     assert span(plan, passes) == pytest.approx(span(plan, passes, exact_units=units), rel=0.01)
+    forwards = [one.forward for one in passes]
+    exact = forwards_alone(plan, forwards, exact_units=units)
+    assert forwards_alone(plan, forwards) == pytest.approx(exact, rel=0.01)
 
 
 def test_the_slowest_stage_sets_the_pace():

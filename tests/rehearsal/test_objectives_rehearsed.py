@@ -1,5 +1,7 @@
 """The rehearsal trains for the objective of its run, so it finds out a program that does not tell the truth."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,7 +10,7 @@ from weighted_objective import WEIGHTED
 from width import cases
 
 from llama_core.config.run import RunConfig
-from llama_core.objectives.preferences import DPO, SIMPO
+from llama_core.objectives.preferences import DPO, KTO, SIMPO
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import ParallelPlan
@@ -18,6 +20,7 @@ from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.trace import _fake_batch, alone_among
+from llama_core.rehearsal.transfers import axes_by_group, on_axes, summed
 from llama_core.training.engine import build_model
 
 PLANS = {
@@ -26,7 +29,7 @@ PLANS = {
     "tp2": ParallelPlan(tp=2, num_microbatches=2),
     "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
 }
-KINDS = (MASKED, WEIGHTED, DPO, SIMPO)
+KINDS = (MASKED, WEIGHTED, DPO, SIMPO, KTO)
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +72,15 @@ DEEP = {
 }
 
 
+@pytest.mark.parametrize("kind", cases({"dpo": DPO, "kto": KTO}, narrow=["dpo"]))
 @pytest.mark.parametrize("plan", cases(DEEP, narrow=["tp2 pp2", "many microbatches"]))
-def test_the_reference_of_adapters_takes_no_more_memory_than_training(plan):
+def test_the_reference_of_adapters_takes_no_more_memory_than_training(plan, kind):
     """Adapters, since the gradients and moments of whole weights would hide what a forward keeps."""
     config = RunConfig.from_mapping(
         {
             "architecture": {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "ffn_size": 128, "vocab_size": 256},
             "strategy": "lora",
-            "training": {"objective": "dpo", "precision": "bf16", "seq_len": 256, "batch_size": plan.batch_size},
+            "training": {"objective": kind.name, "precision": "bf16", "seq_len": 256, "batch_size": plan.batch_size},
         }
     )
     for pp_rank in range(plan.pp):
@@ -86,10 +90,52 @@ def test_the_reference_of_adapters_takes_no_more_memory_than_training(plan):
 
 def peak_of_reference(config, plan, rank):
     """The most bytes that a rank holds while it computes the reference of as many rows as a step has."""
+    counter, _ = counted(config, plan, rank, lambda model, rows: model.log_probabilities_of_answers(rows))
+    return max(peak.num_bytes for peak in counter.peaks.values())
+
+
+def counted(config, plan, rank, forward):
+    """What a byte counter finds while a rank does something with as many microbatches as a step has, and its mesh."""
     with alone_among(plan.world_size, rank), kernels_of(config, plan):
         model = build_model(config, plan, torch.device("cpu"))
         with FakeTensorMode(allow_non_fake_inputs=True), ByteCounter() as counter:
             model.materialize()
             counter.forget_segments()
-            model.log_probabilities_of_answers([_fake_batch(config, plan) for _ in range(plan.num_microbatches)])
-    return max(peak.num_bytes for peak in counter.peaks.values())
+            forward(model, [_fake_batch(config, plan) for _ in range(plan.num_microbatches)])
+            counter.begin_segment()
+        return counter, axes_by_group(model.mesh)
+
+
+PREPARING = {name: PLANS[name] for name in ("alone", "tp2 pp2")} | {
+    "zero2": ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2),
+    "chimera": ParallelPlan(pp=2, schedule="chimera", num_microbatches=4),
+}
+
+
+@pytest.mark.parametrize("plan", cases(PREPARING, narrow=["tp2 pp2"]))
+def test_what_an_objective_measures_before_a_step_is_in_its_flops_and_its_traffic(plan):
+    """The forward over other rows is traced here as the engine runs it, and composed there from that of the step."""
+    config = request("kto", plan)
+    ranks = rehearse(config, plan).ranks
+    for rank, without in zip(ranks, rehearse(request("dpo", plan), plan).ranks, strict=True):
+        counter, axes = counted(config, plan, rank.rank, prepare)
+        assert rank.flops - without.flops == sum(segment.flops for segment in counter.segments) > 0
+        forward = sent(summed(sum((on_axes(segment.transfers, axes) for segment in counter.segments), Counter())))
+        more = sent(rank.traffic)
+        more.subtract(sent(without.traffic))
+        of_weights_and_stream = {"tp", "pp", "shard"}
+        assert {key: num for key, num in more.items() if key[1] in of_weights_and_stream and num} == {
+            key: num for key, num in forward.items() if key[1] in of_weights_and_stream and key[0] != "all_reduce"
+        }
+        estimated = sent(communication(Work.of(config, plan), pp_rank=rank.pp_rank))
+        estimated.subtract(sent(communication(Work.of(request("dpo", plan), plan), pp_rank=rank.pp_rank)))
+        assert all(estimated[key] == num for key, num in more.items() if key[1] in of_weights_and_stream)
+
+
+def prepare(model, rows):
+    objective = model.model.objective
+    model.measure_rows(objective.of_rows_before, objective.num_prepared, rows)
+
+
+def sent(traffic):
+    return Counter({(one.collective, one.axis): one.num_bytes for one in traffic})

@@ -154,6 +154,18 @@ def test_a_run_with_a_reference_shows_how_far_the_model_is_from_it(run, tmp_path
     assert "The KL divergence from the reference was about -2.5 nats" in captions
 
 
+def test_a_run_on_labelled_answers_shows_the_last_step_that_had_both_labels(run, tmp_path):
+    both = {"reward_chosen": 0.5, "reward_rejected": -1.0, "reward_margin": 1.5, "reward_accuracy": 0.75, "kl": 0.25}
+    good = {"reward_chosen": 0.5, "reward_accuracy": 1.0, "kl": 2.0}
+    *before, last = step_records()
+    of_run = write_run(tmp_path / "kto", records=[*(replace(one, **both) for one in before), replace(last, **good)])
+    of_run.config.write_text(of_run.config.read_text().replace("objective: next_token", "objective: kto"))
+    page = report(of_run)
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "exceeded that of the bad ones by 1.5, and 75.0% of the answers were on their side" in captions
+    assert "the prompts of other answers, at least 0" in page.text
+
+
 def test_a_known_peak_rate_gives_the_mfu(run):
     write_json(run.benchmark, replace(BENCHMARK, mfu=0.4123))
     assert "41.2% MFU" in report(run).text

@@ -178,8 +178,10 @@ def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
     rows = -(-config.batch_size // plan.dp)
     step = TOKEN_BYTES * config.seq_len * rows
     read = 2 * step  # row by row, then stacked
+    others = 2 if config.objective.prepares else 1  # and the rows that are measured before
+    step *= others
     if on_cuda:
-        blocks = 3 * -(-rows // plan.rows_per_forward)
+        blocks = others * 3 * -(-rows // plan.rows_per_forward)
         return read + blocks * _pinned(TOKEN_BYTES // 3 * config.seq_len * plan.rows_per_forward)
     return read + STEPS_AHEAD * step if config.data.num_workers else step
 

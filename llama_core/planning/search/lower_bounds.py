@@ -152,7 +152,10 @@ class Bounds:
                     through += parts["dp"]
             slowest = through * parts["compute"] / computing
             others = (through - slowest) / max(1, variant.shape.pp - 1)
-            self._paces[key] = _Pace(step.total - through, slowest / clocked, others)
+            # every further microbatch of the forward before the step takes as long as it takes the slowest rank
+            prepared = parts.get("preparation", 0.0) / (clocked + variant.shape.pp - 1)
+            once = step.total - through - prepared * clocked
+            self._paces[key] = _Pace(once, slowest / clocked + prepared, others)
         return self._paces[key]
 
     def _layer(self, variant: Variant) -> _Layer:

@@ -10,7 +10,7 @@ Sources: Korthikanti et al. 2022, arXiv:2205.05198 (tensor and sequence); Rajbha
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,6 +56,19 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
     yield from messages.shared_gradients(pp_rank)
     yield from messages.update(pp_rank)
     yield messages.hop.times(sum(turn.is_sent for turn in turns))
+    if messages.work.objective.prepares:
+        yield from _of_forwards(messages, pp_rank, turns)
+
+
+def _of_forwards(messages: "Messages", pp_rank: int, turns: Sequence[Turn]) -> Iterator[Traffic]:
+    """Yield the transfers of a forward over other rows before the step, of as many microbatches."""
+    forwards = [turn for turn in turns if turn.action.kind is Kind.FORWARD]
+    passes = Counter(turn.action.stage for turn in forwards)
+    for number, stage in zip(messages.plan.layout.stages_of(pp_rank), messages.work.hosted(pp_rank), strict=True):
+        yield from (traffic.times(passes[number]) for traffic in messages.activations_forward(stage))
+        yield from (traffic.times(passes[number]) for traffic in messages.weights_per_pass(stage).forward)
+        yield from messages.weights_per_step(stage).forward
+    yield messages.hop.times(sum(turn.is_sent for turn in forwards))
 
 
 class Group(NamedTuple):
@@ -94,6 +107,12 @@ class Messages:
         for layer, mode in zip(stage.layers, stage.modes, strict=True):
             yield from layer.transfers(mode)
         yield from self.transfers_of_ends(stage)
+
+    def activations_forward(self, stage: Stage) -> Iterator[Traffic]:
+        """Yield those of the forward alone."""
+        for layer, mode in zip(stage.layers, stage.modes, strict=True):
+            yield from layer.transfers(mode).forward
+        yield from self.transfers_of_ends(stage).forward
 
     def transfers_of_ends(self, stage: Stage) -> PassTraffic:
         """Return the transfers of the embedding and the head, whose vocabulary tensor-parallel ranks divide."""

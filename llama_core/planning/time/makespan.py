@@ -55,18 +55,33 @@ def span(plan: ParallelPlan, passes: Sequence[Pass], hop: float = 0.0, *, exact_
     return Span(longer.makespan + later_periods * pace, longer.busy + later_periods * more_work)
 
 
-def forwards_alone(plan: ParallelPlan, forwards: Sequence[float], hop: float = 0.0) -> float:
+def forwards_alone(
+    plan: ParallelPlan, forwards: Sequence[float], hop: float = 0.0, *, exact_units: int = EXACT_UNITS
+) -> float:
     """Return the time of the forwards of ``plan.num_microbatches`` microbatches without any backward.
 
     They run as ``Pipeline.evaluate`` orders them: in waves of as many microbatches as there are ranks, of which every
-    stage takes the whole wave before its rank goes on to another stage.
+    stage takes the whole wave before its rank goes on to another stage. Those of very many microbatches are
+    extrapolated from two shorter runs.
 
     Args:
         plan: the plan.
         forwards: the time of a forward of every stage.
         hop: time to send an output to another rank; only the receiver waits for it.
+        exact_units: microbatches per rank up to which (and a little beyond) all of them are simulated.
     """
     count = plan.num_microbatches
+    period = 2 * plan.pp
+    clocked = min(count, exact_units * plan.pp + count % period)
+    shorter = _clock_forwards(plan, clocked, forwards, hop)
+    if clocked == count:
+        return shorter
+    pace = _clock_forwards(plan, clocked + period, forwards, hop) - shorter
+    return shorter + (count - clocked) / period * pace
+
+
+def _clock_forwards(plan: ParallelPlan, count: int, forwards: Sequence[float], hop: float) -> float:
+    """Return the time of this many forwards."""
     schedule = plan.layout
     free = [0.0] * plan.pp
     for first in range(0, count, plan.pp):

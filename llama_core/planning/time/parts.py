@@ -25,7 +25,7 @@ from llama_core.units import GB
 
 Passing = Mapping[Stage, Pass]
 """The time of a forward and of its backward on every kind of stage."""
-Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer"]
+Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer", "preparation"]
 
 CONTENTION = 0.19
 """Share of overlapped communication that still costs time: it takes processors and memory bandwidth from computing.
@@ -74,18 +74,19 @@ class StepParts:
         parts["dp"] += self._weights_per_step(passes)
         parts["pp"] = with_hops - makespan + self._on_slowest_rank(self.messages.shared_gradients)
         parts["optimizer"] = self._optimizer()
+        if self.work.objective.prepares:
+            parts["preparation"] = self.forwards()
         return parts
 
     def passes(self) -> list[Pass]:
         """Return the seconds of a forward and of its backward on every stage, with what communication adds to them."""
-        passes = self._computing()
-        for added in self._adding().values():
-            passes = self._with(added, passes)
-        return self._in_order(passes)
+        return self._in_order(self._with_all(self._computing()))
 
     def forwards(self) -> float:
         """Return the seconds of the forwards of ``plan.num_microbatches`` microbatches without any backward."""
-        return forwards_alone(self.plan, [one.forward for one in self.passes()], self.hop)
+        passes = self._with_all(self._computing())
+        alone = forwards_alone(self.plan, [one.forward for one in self._in_order(passes)], self.hop)
+        return alone + self._gathered_once(passes)
 
     @property
     def hop(self) -> float:
@@ -109,6 +110,12 @@ class StepParts:
     def _with(added: Callable[[Stage, Pass], Pass], passes: Passing) -> Passing:
         """Return the passes with the time that communication adds to each."""
         return {stage: before.plus(added(stage, before)) for stage, before in passes.items()}
+
+    def _with_all(self, passes: Passing) -> Passing:
+        """Return the passes with the time that all axes add to each."""
+        for added in self._adding().values():
+            passes = self._with(added, passes)
+        return passes
 
     def _in_order(self, passes: Passing) -> list[Pass]:
         return [passes[stage] for stage in self.work.stages]
@@ -169,6 +176,14 @@ class StepParts:
     def _weights_per_pass(self, stage: Stage, before: Pass) -> Pass:
         """Return the time weight gathers and gradient reductions add to every pass of a stage."""
         return self._sharding(stage, self.messages.weights_per_pass(stage), before)
+
+    def _gathered_once(self, passes: Passing) -> float:
+        """Return the time that the weight gathers of a step's first forward add, on the rank where it is longest."""
+        added = {
+            stage: self._sharding(stage, self.messages.weights_per_step(stage), before).forward
+            for stage, before in passes.items()
+        }
+        return max(sum(map(added.__getitem__, self.work.hosted(rank))) for rank in range(self.plan.pp))
 
     def _weights_per_step(self, passes: Passing) -> float:
         """Return the time weight gathers and gradient reductions add once per step, on the rank where it is longest."""

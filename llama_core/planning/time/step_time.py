@@ -82,7 +82,8 @@ class StepTime:
     ``compute``: forwards, backwards and recomputation. ``bubble``: waiting while other pipeline ranks compute. ``tp``,
     ``cp``, ``ep``, ``dp``, ``pp``: the time communication over these axes adds; ep is there only if the plan divides
     experts; dp covers weights and gradients over all ranks that hold the same ones. ``optimizer``: clipping, updating,
-    and moving states to the host and back.
+    and moving states to the host and back. ``preparation``: the forward over other rows of an objective that prepares,
+    with its communication and its bubble; else it is not there.
     """
     tokens: int
     """Tokens of a step, over all devices."""
