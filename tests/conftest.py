@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import gc
 import os
 import shlex
 import subprocess
@@ -18,6 +19,16 @@ WIDE_FOLDERS = {"slurm"}
 
 def pytest_configure(config):
     settings.load_profile("same draws" if config.getoption("--hypothesis-seed") is None else "new draws")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # nearly all that is made meanwhile stays
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # later collections need not go through the tests and the imported modules
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
