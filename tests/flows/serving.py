@@ -140,9 +140,10 @@ class Serving:
     def where(self, flow_run_id):
         """Return the log of a flow run, and the stacks of all processes of flow runs, which are then killed."""
         for process in self.processes("prefect.engine"):
-            process.send_signal(signal.SIGUSR1)
-            time.sleep(2)
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it ends by itself
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(2)
+                process.kill()
         stacks = self.stacks.read_text() if self.stacks.exists() else "no process of a flow run is left"
         return f"{self.prefect('flow-run', 'logs', flow_run_id).stdout}\n{stacks}"
 

@@ -142,8 +142,6 @@ def test_a_job_refused_by_slurm_is_one_line_with_the_reason_and_is_not_recorded(
     ("settings", "complaint"),
     [
         ({"evaluation": {"gpus": 8}}, "^$"),
-        ({"parallel": {"gpus": 9}}, "refuse the job: .*node configuration.*; change launch.slurm or launch.nodes"),
-        ({"evaluation": {"gpus": 9}}, "refuse the evaluations: .*node configuration.*; change evaluation.partition or"),
         ({"evaluation": {"partition": "nowhere"}}, "refuse the evaluations: invalid partition specified: nowhere; "),
     ],
 )

@@ -29,8 +29,6 @@ HOST_MARGIN = 1.25
 """Requested over estimated memory: the estimate's constants are allowances, and the page cache needs some too."""
 _NAMED_OTHERWISE = {"mem-per-cpu", "mem-per-gpu"}
 """Options by which a user names the memory of a job without ``launch.slurm.memory_gb_per_node``."""
-_REFUSING = ("error: ", "allocation failure: ")
-"""What stands before the reason, of a request and of one that no node can serve."""
 _ONLY_NOW = "node not available (down, drained or reserved)"
 """Part of Slurm's refusal to predict the start of a job whose nodes are unavailable at the moment."""
 
@@ -217,8 +215,8 @@ def refusal(config: RunConfig, host_bytes: int = 0) -> str | None:
         return str(error)
     if answer.returncode == 0:
         return None
-    told = (line.rpartition(mark) for line in answer.stderr.splitlines() for mark in _REFUSING)
-    lines = [reason for _, mark, reason in told if mark]
+    # an "allocation failure" is no refusal: it is told of nodes that are drained for a while, too
+    lines = [line.rpartition("error: ")[2] for line in answer.stderr.splitlines() if "error: " in line]
     reasons = [line for line in dict.fromkeys(lines) if _ONLY_NOW not in line]
     return "; ".join(reasons) or None
 
