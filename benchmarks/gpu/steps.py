@@ -4,7 +4,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -17,8 +17,7 @@ from benchmarks.gpu.parts import kernel_rows, part_rows, profiled
 from benchmarks.gpu.shapes import llama3
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
-from llama_core.models.batch import Batch
-from llama_core.objectives.preferences import ANSWER, REFERENCE
+from llama_core.models.batch import Batch, ones_per_token
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import DocumentAttention, ParallelPlan
 from llama_core.planning.time.step_time import flops_per_token
@@ -32,20 +31,6 @@ NUM_BATCHES = 4
 DOCUMENTS_PER_ROW = 8
 """Documents of a row, on average."""
 FULL_MEMORY = "estimated to need {needed:.1f} GiB, and {free:.1f} GiB are free"
-
-
-def _answers(positions_BS: torch.Tensor) -> torch.Tensor:
-    """Return the number of each token's answer; every document is one, with a minus at its first token."""
-    starts_BS = positions_BS == 0
-    numbers_BS = starts_BS.cumsum(1)
-    return torch.where(starts_BS, -numbers_BS, numbers_BS).float()
-
-
-_VALUES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    ANSWER: _answers,
-    REFERENCE: lambda positions_BS: torch.zeros(positions_BS.shape),
-}
-"""What objectives read of each token, from the positions in documents."""
 
 
 class Steps:
@@ -119,7 +104,7 @@ class Steps:
 
     def _batch(self, positions_BS: torch.Tensor) -> Batch:
         tokens_BS = torch.randint(0, self.config.spec.vocab_size, positions_BS.shape)
-        values = {name: _VALUES[name](positions_BS) for name in self.config.objective.per_token}
+        values = ones_per_token(tokens_BS, self.config.objective.per_token)
         documents = None if self.documents == "none" else positions_BS
         batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), documents, per_token=values)
         return (batch.with_documents() if self.documents == "varlen" else batch).to(self.bench.device)

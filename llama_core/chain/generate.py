@@ -30,6 +30,7 @@ from llama_core.models.pretrained import (
     refuse_damaged_base,
     saved_run,
 )
+from llama_core.planning.evaluation import dividing
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.units import divisors, format_bytes
@@ -240,7 +241,8 @@ def choose_device(asked: str | None, config: RunConfig, dtype: str, plan: Parall
     needed = whole // plan.tp if device == "cuda" else whole * plan.dp
     if needed > free:
         ways = "use 16 bits (--dtype bf16), or a larger device"
-        fewest = next((count for count in divisors(config.spec.num_kv_heads) if whole <= count * free), None)
+        counts = dividing(config.spec, divisors(config.spec.num_kv_heads))
+        fewest = next((count for count in counts if whole <= count * free), None)
         if may_be_divided and device == "cuda" and fewest is not None:
             ways += f", or divide the model (--gpus {fewest} --tensor-parallel {fewest})"
         raise DoesNotFitError(

@@ -14,6 +14,7 @@ from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
+from llama_core.planning.evaluation import shared_plan
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory
@@ -125,12 +126,12 @@ def ask(
         EnvironmentMismatchError, DoesNotFitError: if a device is missing or too small.
         TrainingInfraError: if the question cannot be answered.
     """
-    plan = plan_of(num_gpus, tensor_parallel)
+    _check_numbers(num_gpus, tensor_parallel)
     found = (find_model(source, step, tell) for step in steps_to_evaluate(source, steps))
     first = next(found)
     question.check(*first)  # before anything is started
     _, config = first
-    plan.check(config.spec, seq_len=config.spec.max_context, precision="fp32")
+    plan = shared_plan(config.spec, num_gpus, tensor_parallel)
     order = Order(question, choose_device(device, config, dtype, plan), dtype, plan)
     models = chain([first], found)
     if plan.world_size == 1:
@@ -147,17 +148,11 @@ def ask(
                 yield question.answer(answer)
 
 
-def plan_of(num_gpus: int, tensor_parallel: int) -> ParallelPlan:
-    """Return how devices share the work.
-
-    Raises:
-        ConfigError: if a number is below 1, or the second does not divide the first.
-    """
+def _check_numbers(num_gpus: int, tensor_parallel: int) -> None:
     if num_gpus < 1 or tensor_parallel < 1:
         raise ConfigError(f"num_gpus={num_gpus} and tensor_parallel={tensor_parallel}: use at least 1 of each")
     if num_gpus % tensor_parallel:
         raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide num_gpus={num_gpus}; use a divisor")
-    return ParallelPlan(tp=tensor_parallel, dp_replicate=num_gpus // tensor_parallel, sequence_parallel=False)
 
 
 def steps_to_evaluate(source: Path, asked: int | Best | All | None) -> Sequence[int | Best | None]:

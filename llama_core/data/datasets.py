@@ -156,8 +156,7 @@ def validation_batches(
     if fills_batches:
         share = -(-share // batch_size) * batch_size
     padded = rows + [0] * (share - len(rows))
-    for start in range(0, share, batch_size):
-        batch = _batch(dataset, padded[start : start + batch_size])
+    for start, batch in zip(range(0, share, batch_size), batches_of_rows(dataset, padded, batch_size), strict=True):
         batch.targets_BS[len(rows) - start :] = IGNORE_INDEX
         yield batch
 

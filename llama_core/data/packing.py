@@ -400,12 +400,8 @@ def pack(
 def _pairs(part: Part, seq_len: int) -> _Pieces:
     """Return what rows of ``seq_len`` tokens hold of each pair of a part, [pairs, 2]; reads all their lengths."""
     shard = part.shard
-    pairs = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
-    starts = np.asarray(shard.offsets[pairs])
-    ends = np.asarray(shard.offsets[pairs + 1])
-    seconds = starts + np.asarray(shard.seconds[pairs])
-    begins_N2 = np.stack([starts, seconds], axis=1)
-    num_inputs_N2 = np.stack([seconds - starts, ends - seconds], axis=1) - 1  # a document's last token is only a target
+    begins_N2, sizes_N2 = _places_of_pairs(part)
+    num_inputs_N2 = sizes_N2 - 1  # a document's last token is only a target
     if (num_inputs_N2 < 1).any():
         raise shard.removed("its offsets and seconds do not ascend")
     chosen, rejected = num_inputs_N2.T
@@ -422,21 +418,27 @@ def _pairs(part: Part, seq_len: int) -> _Pieces:
 def _labelled(part: Part, seq_len: int) -> _Pieces:
     """Return what rows of ``seq_len`` tokens hold of each labelled answer of a part, [answers, 2]."""
     shard = part.shard
-    documents = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
-    starts = np.asarray(shard.offsets[documents])
-    ends = np.asarray(shard.offsets[documents + 1])
-    seconds = starts + np.asarray(shard.seconds[documents])
-    sizes_N2 = np.stack([seconds - starts, ends - seconds], axis=1)
+    begins_N2, sizes_N2 = _places_of_pairs(part)
     if (sizes_N2 < 0).any() or (sizes_N2 == 1).any():
         raise shard.removed("its offsets and seconds do not ascend")
     which, pairs = np.nonzero(sizes_N2.T)  # all good answers first, so that those of a pair are apart
-    begins = np.stack([starts, seconds], axis=1)[pairs, which]
+    begins = begins_N2[pairs, which]
     num_inputs = sizes_N2[pairs, which] - 1  # a document's last token is only a target
     lengths = np.minimum(num_inputs, seq_len)
     assert shard.ignored is not None, "every answer has tokens that do not count"
     num_targets = lengths - _count(shard.ignored, begins + 1, begins + 1 + lengths)
     num_truncated = int((num_inputs > seq_len).sum())
     return _Pieces(_in_places(begins, which), _in_places(lengths, which), _in_places(num_targets, which), num_truncated)
+
+
+def _places_of_pairs(part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return where both answers of each pair of a part begin in its shard, and their tokens, [pairs, 2] each."""
+    shard = part.shard
+    pairs = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
+    starts = np.asarray(shard.offsets[pairs])
+    ends = np.asarray(shard.offsets[pairs + 1])
+    seconds = starts + np.asarray(shard.seconds[pairs])
+    return np.stack([starts, seconds], axis=1), np.stack([seconds - starts, ends - seconds], axis=1)
 
 
 def _in_places(values: npt.NDArray[np.int64], which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

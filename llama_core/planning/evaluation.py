@@ -10,6 +10,7 @@ An evaluation holds no gradients, and the activations of one layer at a time:
 The mask of padded prompts is left out. A test counts the bytes of real evaluations.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
@@ -134,19 +135,33 @@ def _plan(config: RunConfig, tp: int) -> ParallelPlan:
     num_devices = config.evaluation.gpus or tp
     if num_devices % tp:
         raise ConfigError(f"evaluation.tp={tp} does not divide evaluation.gpus={num_devices}; use a divisor")
-    plan = ParallelPlan(tp=tp, dp_replicate=num_devices // tp, sequence_parallel=False)
     try:
-        plan.check(config.spec, seq_len=config.spec.max_context, precision="fp32")
+        return shared_plan(config.spec, num_devices, tp)
     except PlanError as error:
         raise PlanError(f"evaluation: {error}") from None
+
+
+def shared_plan(spec: ModelSpec, num_devices: int, tp: int) -> ParallelPlan:
+    """Return how devices share an evaluation, ``tp`` of which, a divisor of their number, divide each copy of a model.
+
+    Raises:
+        PlanError: if they cannot divide it.
+    """
+    plan = ParallelPlan(tp=tp, dp_replicate=num_devices // tp, sequence_parallel=False)
+    plan.check(spec, seq_len=spec.max_context, precision="fp32")
     return plan
+
+
+def dividing(spec: ModelSpec, numbers: Iterable[int]) -> list[int]:
+    """Return those numbers of devices that can divide a model, in their order; 1 always can."""
+    counts = spec.divided_by_tp.values()
+    return [tp for tp in numbers if not any(count % tp for count in counts)]
 
 
 def _candidates(config: RunConfig, gpu: DeviceSpec) -> list[int]:
     """Return the numbers of devices of a node that can divide the model, ascending; 1 is always one."""
-    counts = config.spec.divided_by_tp.values()
     of_devices = divisors(config.evaluation.gpus) if config.evaluation.gpus else range(1, gpu.gpus_per_node + 1)
-    return [tp for tp in of_devices if tp <= gpu.gpus_per_node and not any(count % tp for count in counts)]
+    return dividing(config.spec, (tp for tp in of_devices if tp <= gpu.gpus_per_node))
 
 
 def _fewest(config: RunConfig, gpu: DeviceSpec) -> int | None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from parity import make_batch
+from answers import problem
 
 from llama_core.config.run import TrainingConfig
 from llama_core.models.batch import IGNORE_INDEX, Batch
@@ -23,14 +23,6 @@ def objective():
             objective="kto", preference_beta=BETA, desirable_weight=DESIRABLE, undesirable_weight=UNDESIRABLE
         )
     )
-
-
-def problem(seed=0, num_rows=3):
-    batch = make_batch(seed, num_rows, documents=True)
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(batch.tokens_BS.numel(), 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(64, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    return batch, hidden, weight
 
 
 def gains_of(batch, hidden, weight):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from answers import problem
 from parity import UNTIED, make_batch
 
 from llama_core.config.run import TrainingConfig
@@ -17,15 +18,6 @@ from llama_core.objectives.preferences import has_reference
 from llama_core.objectives.registry import objective_type
 
 BETA = 0.3
-
-
-def problem(seed=0, num_rows=3):
-    """A batch of pairs, and random hidden states and head."""
-    batch = make_batch(seed, num_rows, documents=True)
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(batch.tokens_BS.numel(), 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(64, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    return batch, hidden, weight
 
 
 def pairs_of(batch, hidden, weight):
