@@ -24,6 +24,8 @@ from llama_core.models.scoring import NOT_FINITE, objective_of
 
 PADDING = 0
 """The token before a shorter prompt; nothing attends to it."""
+NO_TOKEN = -1
+"""Stands for the next token where logits are not finite."""
 
 
 class _PaddedCache:
@@ -97,28 +99,49 @@ def _caching(model: Llama, cache: _PaddedCache) -> Iterator[None]:
     of_blocks = [block.attend for block in blocks]
     model.sequence_index = cache.places
     model.attention_mask = cache.mask
+    model.continues_rows = True
     for block in blocks:
         block.attend = partial(cache.attend, block)
     try:
         yield
     finally:
         model.sequence_index, model.attention_mask = of_model
+        model.continues_rows = False
         for block, before in zip(blocks, of_blocks, strict=True):
             block.attend = before
 
 
-class _LastLogits:
-    """Stands for the objective: returns the logits after the last token of each row, [B, V]."""
+class _NextTokens:
+    """Stands for the objective: returns the token that follows each row, [B], or ``NO_TOKEN`` after bad logits.
+
+    Args:
+        sampling: how each is chosen.
+        generators: what each row draws from.
+    """
+
+    def __init__(self, sampling: Sampling, generators: Sequence[torch.Generator]) -> None:
+        self._sampling = sampling
+        self._generators = generators
 
     def loss(self, head: HeadInputs, batch: Batch) -> Tensor:
-        """Return the logits."""
+        """Return the tokens."""
         num_rows, length = batch.tokens_BS.shape
         last_B = torch.arange(1, num_rows + 1, device=batch.tokens_BS.device) * length - 1
-        return logits(head.at(last_B))
+        logits_BV = logits(head.at(last_B))
+        if not logits_BV.isfinite().all():
+            return torch.full((num_rows,), NO_TOKEN)
+        if self._sampling.temperature == 0:
+            return logits_BV.argmax(1)
+        drawn = zip(logits_BV.cpu().double(), self._generators, strict=True)
+        return torch.tensor([self._sampling.choose(logits_V, generator) for logits_V, generator in drawn])
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of rows."""
         return torch.tensor(len(batch.tokens_BS), device=batch.tokens_BS.device)
+
+    def keep_rows(self, places: Sequence[int]) -> None:
+        """Forget all rows but some, by their places."""
+        self._generators = [self._generators[place] for place in places]
 
 
 def generate_rows(
@@ -150,7 +173,7 @@ def generate_rows(
     longest = max(map(len, prompts))
     padding = [longest - len(prompt) for prompt in prompts]
     cache = _PaddedCache(torch.tensor(padding, device=device), longest + num_tokens)
-    generators = [_generator(seed) for seed in seeds or [sampling.seed] * len(prompts)]
+    chooser = _NextTokens(sampling, [_generator(seed) for seed in seeds or [sampling.seed] * len(prompts)])
     texts: list[list[int]] = [[] for _ in prompts]
     held = list(range(len(prompts)))
     """The prompts of the rows of the batch."""
@@ -159,12 +182,11 @@ def generate_rows(
         [[PADDING] * before + list(prompt) for before, prompt in zip(padding, prompts, strict=True)], device=device
     )
     model.eval()
-    with torch.inference_mode(), _caching(model, cache), objective_of(model, _LastLogits()):
+    with torch.inference_mode(), _caching(model, cache), objective_of(model, chooser):
         for _ in range(num_tokens):
-            logits_BV = model(tokens_BS, cache.batch(tokens_BS))
-            if not logits_BV.isfinite().all():
+            chosen = model(tokens_BS, cache.batch(tokens_BS)).tolist()
+            if NO_TOKEN in chosen:
                 raise WeightsError(NOT_FINITE)
-            chosen = _choose(logits_BV, sampling, [generators[row] for row in held])
             for row, token in zip(held, chosen, strict=True):
                 if row not in ended:
                     texts[row].append(token)
@@ -177,6 +199,7 @@ def generate_rows(
             if 2 * len(going_on) <= len(held):
                 rows = torch.tensor(going_on, device=device)
                 cache.keep_rows(rows)
+                chooser.keep_rows(going_on)
                 tokens_BS = tokens_BS[rows]
                 held = [held[place] for place in going_on]
     return texts
@@ -189,11 +212,3 @@ def _generator(seed: int | None) -> torch.Generator:
     else:
         generator.manual_seed(seed)
     return generator
-
-
-def _choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
-    if sampling.temperature == 0:
-        likeliest: list[int] = logits_BV.argmax(1).tolist()
-        return likeliest
-    rows_BV = logits_BV.cpu().double()
-    return [sampling.choose(logits_V, generator) for logits_V, generator in zip(rows_BV, generators, strict=True)]

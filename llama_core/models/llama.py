@@ -64,6 +64,8 @@ class Llama(nn.Module):
         self.attention_mask: Callable[[Tensor | None, Tensor, torch.dtype, Documents | None, int], Any] = _document_mask
         """Makes the mask for every block's attention from positions [B, S], places [S], the queries' dtype, documents
         for a kernel that takes them instead, and the number of tokens that a query of the block sees (0 for all)."""
+        self.continues_rows = False
+        """Whether each forward continues the rows of the one before it, whose keys and values are kept."""
         self.head_inputs: Callable[[Tensor, Linear | TokenEmbedding], HeadInputs] = whole_head
         """Makes the factors of the logits, as this rank holds them, from hidden states [B, S, D] and head_table."""
         self.objective: Objective = NextToken()
@@ -110,6 +112,13 @@ class Llama(nn.Module):
             Without a batch, the logits, [B, S, V] in ``compute_dtype``.
         """
         layers = range(self.spec.num_layers) if layers is None else layers
+        x_BSD = self.run_layers(inputs, batch, layers)
+        if layers.stop < self.spec.num_layers or self.norm is None:
+            return x_BSD
+        return self.head(self.norm(x_BSD), batch)
+
+    def run_layers(self, inputs: Tensor, batch: Batch | None, layers: range) -> Tensor:
+        """Return the residual stream after consecutive layers, [B, S, D]; the arguments are those of ``forward``."""
         num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
         index_S = self.sequence_index(num_tokens, inputs.device)
         positions_BS = None if batch is None else batch.positions_BS
@@ -126,9 +135,7 @@ class Llama(nn.Module):
             x_BSD = self.tok_embeddings(inputs)
         for index, window in zip(layers, windows, strict=True):
             x_BSD = self.layers[str(index)](x_BSD, rotary, masks[window])
-        if layers.stop < self.spec.num_layers or self.norm is None:
-            return x_BSD
-        return self.head(self.norm(x_BSD), batch)
+        return x_BSD
 
     def head(self, x_BSD: Tensor, batch: Batch | None) -> Tensor:
         """Return the loss of a batch from the normalised hidden states of its tokens; without a batch, the logits."""

@@ -1,11 +1,15 @@
-"""A model that only computes, on several ranks: some divide its matrices, the others its texts."""
+"""A model that only computes, on several ranks: some divide its matrices, some its layers, the others its texts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from llama_core.config.models import ModelSpec
 from llama_core.errors import TrainingInfraError
+from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
 from llama_core.parallel.expert import divide_experts
 from llama_core.parallel.mesh import Mesh
@@ -16,13 +20,16 @@ from llama_core.planning.plan import ParallelPlan
 T = TypeVar("T")
 R = TypeVar("R")
 
+PARTS_PER_STAGE = 2
+"""Parts of a forward for each stage of a pipeline: while one is computed by a stage, others are by the next ones."""
+
 
 class EvaluatingRanks:
     """The ranks that evaluate together. All of them call each method together.
 
     Args:
-        plan: tensor-parallel ranks hold a part of every matrix, data-parallel ones whole copies. More than one rank
-            needs the default process group.
+        plan: tensor-parallel ranks hold a part of every matrix, pipeline-parallel ones some layers, and data-parallel
+            ones whole copies. More than one rank needs the default process group.
         device_type: where the ranks compute.
 
     Raises:
@@ -33,15 +40,25 @@ class EvaluatingRanks:
         check_started(plan)
         self.plan = plan
         self._mesh = Mesh.build(plan, device_type) if plan.world_size > 1 else None
+        self._results = self._mesh.host_group_of_pipeline() if self._mesh is not None and plan.pp > 1 else None
+
+    def layers(self, spec: ModelSpec) -> range:
+        """Return the layers that this rank holds of a model."""
+        return range(spec.num_layers) if self._mesh is None else self.plan.stage_layers(spec)[self._mesh.rank("pp")]
 
     def divide(self, model: Llama) -> None:
-        """Divide the matrices of a model on the meta device.
+        """Divide the matrices of a model of ``layers`` on the meta device, and let its forward use all of its stages.
 
         The stream between the blocks stays whole, because a text that is continued has one token at a time.
         """
-        if self._mesh is not None and self.plan.tp > 1:
+        if self._mesh is None:
+            return
+        if self.plan.tp > 1:
             divide_experts(model, self._mesh.experts)
             apply_tensor_parallel(model, self._mesh.weights["tp"], sequence_parallel=False)
+        if self._results is not None:
+            stage = _Stage(model, self.layers(model.spec), self._mesh, self._results)
+            model.forward = stage.forward  # type: ignore[method-assign, assignment]  # no other argument is used
 
     def shared(self, items: Sequence[T], compute: Callable[[Sequence[T]], Sequence[R]]) -> list[R]:
         """Return what ``compute`` makes of each item; a data-parallel rank computes every so many of them.
@@ -70,3 +87,64 @@ class EvaluatingRanks:
                 raise kind(text)
         of_copies = {self.plan.dp_rank(rank): found for rank, (found, _) in enumerate(answers)}
         return [of_copies[place % self.plan.dp][place // self.plan.dp] for place in range(len(items))]
+
+
+class _Stage:
+    """The layers of a model that one rank of a pipeline holds, and a forward that all of its ranks call together.
+
+    The rows of a batch go through the stages in parts, so that all compute at once; but not where forwards continue
+    each other, because what they keep is of all rows. The last stage sends the result back to the others.
+
+    Args:
+        model: this rank's part of the model.
+        layers: its layers.
+        mesh: the ranks.
+        results: the group in which the results go back.
+    """
+
+    def __init__(self, model: Llama, layers: range, mesh: Mesh, results: dist.ProcessGroup) -> None:
+        self._model = model
+        self._layers = layers
+        self._mesh = mesh
+        self._results = results
+        self._rank = mesh.rank("pp")
+        self._is_last = self._rank == mesh.plan.pp - 1
+
+    def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
+        """Return what ``Llama.forward`` returns of the whole model, in host memory."""
+        num_parts = 1 if self._model.continues_rows else PARTS_PER_STAGE * self._mesh.plan.pp
+        streams = []
+        leaving: dist.Work | None = None
+        for part in batch.split(-(-len(tokens_BS) // num_parts)):
+            inputs = part.tokens_BS if self._rank == 0 else self._receive(part.tokens_BS)
+            stream_BSD = self._model.run_layers(inputs, part, self._layers)
+            if self._is_last:
+                streams.append(stream_BSD)
+                continue
+            if leaving is not None:
+                leaving.wait()  # at most one waits to be received
+            leaving = self._mesh.send_to_stage(stream_BSD.contiguous(), self._rank + 1)
+        result = self._finish(torch.cat(streams), batch) if self._is_last else None
+        if leaving is not None:
+            leaving.wait()
+        return self._share(result)
+
+    def _receive(self, tokens_BS: Tensor) -> Tensor:
+        """Return the residual stream of some tokens, from the stage before."""
+        shape = (*tokens_BS.shape, self._model.spec.hidden_size)
+        stream_BSD = torch.empty(shape, dtype=self._model.compute_dtype, device=tokens_BS.device)
+        self._mesh.receive_from_stage(stream_BSD, self._rank - 1).wait()
+        return stream_BSD
+
+    def _finish(self, stream_BSD: Tensor, batch: Batch) -> Tensor:
+        assert self._model.norm is not None
+        return self._model.head(self._model.norm(stream_BSD), batch)
+
+    def _share(self, result: Tensor | None) -> Tensor:
+        """Return the last stage's result on all ranks of the pipeline."""
+        holder = [None if result is None else result.cpu()]
+        last = self._mesh.pipeline_peer(self._mesh.plan.pp - 1)
+        dist.broadcast_object_list(holder, src=last, group=self._results, device=torch.device("cpu"))
+        (shared,) = holder
+        assert shared is not None
+        return shared

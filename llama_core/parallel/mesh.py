@@ -64,9 +64,39 @@ class Mesh:
         places = range(ranks_per_stage)
         return split_ranks([[pp_rank * ranks_per_stage + place for pp_rank in pp_ranks] for place in places])
 
+    def host_group_of_pipeline(self) -> dist.ProcessGroup:
+        """Make the groups of ranks that differ only in their pipeline rank, for host memory, and return this rank's.
+
+        Every rank of the job must call it.
+        """
+        ranks_per_stage = self.plan.world_size // self.plan.pp
+        mine = None
+        for place in range(ranks_per_stage):
+            members = range(place, self.plan.world_size, ranks_per_stage)
+            group = dist.new_group(list(members), backend="gloo")
+            mine = group if dist.get_rank() in members else mine
+        assert mine is not None
+        return mine
+
+    def send_to_stage(self, tensor: Tensor, pp_rank: int) -> dist.Work:
+        """Begin to send a contiguous tensor to the rank that differs from this one only in its pipeline rank."""
+        peer = self.pipeline_peer(pp_rank)
+        return _begun(dist.isend(tensor, peer, group=self.transfer_group(dist.get_rank(), peer)))
+
+    def receive_from_stage(self, tensor: Tensor, pp_rank: int) -> dist.Work:
+        """Begin to receive what that rank sends."""
+        peer = self.pipeline_peer(pp_rank)
+        return _begun(dist.irecv(tensor, peer, group=self.transfer_group(peer, dist.get_rank())))
+
     def transfer_group(self, source: int, target: int) -> dist.ProcessGroup:
         """Return the group for sends from one rank of this rank's pipeline to another, given their global ranks."""
         return self.transfers.get((source, target)) or self.weights.get_group("pp")
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not part of its own pipeline")
+    return work
 
 
 def _mesh(device_type: str, ranks: Tensor, axes: tuple[str, ...]) -> DeviceMesh:

@@ -239,10 +239,7 @@ class _Execution:
 
     def _send(self, tensor: Tensor, stage: int, microbatch: int) -> None:
         tensor = tensor.contiguous()
-        peer = self._peer(stage, microbatch)
-        work = dist.isend(tensor, peer, group=self._group(dist.get_rank(), peer))
-        if work is None:
-            raise RuntimeError("this rank is not part of its own pipeline")
+        work = self._mesh.send_to_stage(tensor, self.rank_of(stage, microbatch))
         self.leaving.append((work, tensor))
 
     def _forget_sent(self) -> None:
@@ -264,16 +261,11 @@ class _Execution:
             device=tokens_BS.device,
         )
         source = action.stage + (-1 if action.kind is Kind.RECV_F else 1)
-        peer = self._peer(source, action.microbatch)
-        work = dist.irecv(x_BSD, peer, group=self._group(peer, dist.get_rank()))
-        if work is None:
-            raise RuntimeError("this rank is not part of its own pipeline")
+        work = self._mesh.receive_from_stage(x_BSD, self.rank_of(source, action.microbatch))
         self.arriving[action.kind, action.stage, action.microbatch] = (work, x_BSD)
 
-    def _peer(self, stage: int, microbatch: int) -> int:
+    @property
+    def _mesh(self) -> Mesh:
         if self.pipeline.mesh is None:
             raise RuntimeError("a pipeline of one rank has no peer")
-        return self.pipeline.mesh.pipeline_peer(self.rank_of(stage, microbatch))
-
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self.pipeline.mesh.transfer_group(source, target) if self.pipeline.mesh else None
+        return self.pipeline.mesh

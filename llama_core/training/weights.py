@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,15 +149,17 @@ def whole_model(
     *,
     device: str = "cpu",
     dtype: str = "fp32",
+    layers: Collection[int] | None = None,
     divide: Callable[[Llama], None] = lambda model: None,
 ) -> Llama:
-    """Return a whole model on the meta device or, given a source, with its weights.
+    """Return a whole model, or some of its layers, on the meta device or, given a source, with its weights.
 
     Args:
         spec: the model, with its adapters.
         source: a Hugging Face or PEFT folder, a run's directory (its newest intact weights), or one of its checkpoints.
         device: where the weights go.
         dtype: dtype of the weights and of the arithmetic: bf16, fp16 or fp32.
+        layers: see ``Llama``; default: all.
         divide: divides the model over ranks before its weights are read, so that each holds only its part.
 
     Raises:
@@ -166,7 +168,7 @@ def whole_model(
     """
     compute_dtype = _DTYPES[_FORMAT_NAMES[dtype]]
     with torch.device("meta"):
-        model = with_adapters(Llama(spec, compute_dtype=compute_dtype).to(compute_dtype))
+        model = with_adapters(Llama(spec, compute_dtype=compute_dtype, layers=layers).to(compute_dtype))
     divide(model)
     if source is not None:
         found = Path(resolve_intact(str(source), partial(logger.warning, "%s")))
