@@ -321,7 +321,8 @@ def evaluate(
         num_sequences: most sequences of each of the data, spread evenly; 0 for all. By default those of an evaluation
             in training.
         **settings: ``tokenizer``, ``device`` (cpu or cuda), ``dtype`` (fp32, bf16 or fp16), ``num_gpus`` (devices that
-            share the work) and ``tensor_parallel`` (devices among them that divide each copy of the model); for data
+            share the work), ``tensor_parallel`` and ``pipeline_parallel`` (devices among them that divide the matrices
+            and the layers of each copy of the model), ``num_nodes`` (of the Slurm job around this process); for data
             also ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``, ``chat``, ``system``
             and ``allow_code`` (execute Python code that comes with a task, or that the model writes for one).
 
@@ -341,14 +342,16 @@ def evaluate(
     if include_path is not None:
         raise ConfigError("include_path has no effect without tasks; name tasks, or drop it")
     from llama_core.chain.evaluate import evaluate as evaluate_weights
+    from llama_core.chain.questions import Devices
     from llama_core.chain.recorded import recorded_losses
 
     named = None
     if data is not None:
         named = {name: paths if isinstance(paths, str) else tuple(paths) for name, paths in data.items()}
-    found = evaluate_weights(Path(source), named, steps=steps, num_sequences=num_sequences, **settings)
-    of_record = {name: settings[name] for name in ("seq_len", "tokenizer", "dtype") if name in settings}
-    return [one.as_dict() for one in recorded_losses(found, num_sequences=num_sequences, **of_record)]
+    devices = _taken_from(settings, Devices)
+    asked = settings | {"num_sequences": num_sequences}
+    found = evaluate_weights(Path(source), named, steps=steps, devices=devices, **asked)
+    return [one.as_dict() for one in recorded_losses(found, dtype=devices.dtype, **asked)]
 
 
 def _scores_on_tasks(
@@ -358,16 +361,23 @@ def _scores_on_tasks(
     steps: int | Literal["best", "all"] | None,
     settings: dict[str, Any],
 ) -> list[dict[str, Any]]:
+    from llama_core.chain.questions import Devices
     from llama_core.chain.recorded import recorded_tasks
     from llama_core.chain.tasks import Asked, evaluate_tasks
 
     if isinstance(names, str):
         raise ConfigError(f"tasks={names!r}: give a list of names, [{names!r}]")
-    own = {field.name: settings.pop(field.name) for field in fields(Asked) if field.name in settings}
-    asked = Asked(**own)
-    found = evaluate_tasks(source, names, folder=folder, steps=steps, asked=asked, **settings)
-    of_record = {name: settings[name] for name in ("tokenizer", "dtype") if name in settings}
-    return [record for one in recorded_tasks(found, asked, **of_record) for record in one.as_dicts()]
+    asked = _taken_from(settings, Asked)
+    devices = _taken_from(settings, Devices)
+    found = evaluate_tasks(source, names, folder=folder, steps=steps, asked=asked, devices=devices, **settings)
+    recorded = recorded_tasks(found, asked, tokenizer=settings.get("tokenizer"), dtype=devices.dtype)
+    return [record for one in recorded for record in one.as_dicts()]
+
+
+def _taken_from(settings: dict[str, Any], kind: Any) -> Any:
+    """Take the fields of a dataclass out of ``settings``, and return one with their values."""
+    own = {field.name: settings.pop(field.name) for field in fields(kind) if field.name in settings}
+    return kind(**own)
 
 
 def validate_environment() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from llama_core.chain.checkpoints import Best
 from llama_core.chain.generate import tokenizer_of
-from llama_core.chain.questions import All, AskedModel, OnProgress, Tell, ask
+from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource
@@ -90,10 +90,7 @@ def evaluate(
     seq_len: int | None = None,
     num_sequences: int | None = None,
     tokenizer: str | None = None,
-    device: str | None = None,
-    dtype: str = "fp32",
-    num_gpus: int = 1,
-    tensor_parallel: int = 1,
+    devices: Devices = ONE_DEVICE,
     tell: Tell = lambda text: None,
 ) -> Iterator[Evaluation]:
     """Yield the loss of the next token on each of the data, for each of the checkpoints asked for.
@@ -106,10 +103,7 @@ def evaluate(
         num_sequences: most rows of each of the data, spread evenly over them; 0 for all. By default as many as in an
             evaluation of the run while it trains, so that the figures are comparable.
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
-        device: cpu or cuda; by default cuda if present.
-        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
-        num_gpus: devices of this machine that share the rows, each with a process of its own.
-        tensor_parallel: devices that divide the matrices of each copy of the model.
+        devices: what computes.
         tell: called with a line about what is evaluated, and about each damaged checkpoint that is passed over.
 
     Raises:
@@ -124,10 +118,7 @@ def evaluate(
         LossOnData(data, seq_len=seq_len, num_sequences=num_sequences, tokenizer=tokenizer),
         source,
         steps=steps,
-        device=device,
-        dtype=dtype,
-        num_gpus=num_gpus,
-        tensor_parallel=tensor_parallel,
+        devices=devices,
         tell=tell,
         on_progress=lambda name, done, total: None,
     )

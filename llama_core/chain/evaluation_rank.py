@@ -19,6 +19,7 @@ from llama_core.chain.tasks import ScoresOnTasks
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
+from llama_core.launch.rank.started import started_ranks
 from llama_core.models.pretrained import is_checkpoint, saved_run
 from llama_core.planning.plan import ParallelPlan
 
@@ -34,6 +35,7 @@ _TIMEOUT_SECONDS = 24 * 3600
 def main() -> int:
     """Evaluate with the other ranks; return the exit code."""
     record = json.loads(_first_line())
+    started_ranks()
     threading.Thread(target=_end_with_the_command, daemon=True).start()
     is_first = os.environ["RANK"] == "0"
     out = os.fdopen(os.dup(1), "w")

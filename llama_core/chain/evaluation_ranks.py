@@ -1,4 +1,4 @@
-"""Start the ranks of an evaluation on this machine, and read what the first of them says."""
+"""Start the ranks of an evaluation, here or on the nodes of this job, and read what the first of them says."""
 
 import json
 import os
@@ -8,11 +8,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO, Any
 
 from llama_core import errors
-from llama_core.errors import RankFailedError, TrainingInfraError
+from llama_core.errors import EnvironmentMismatchError, RankFailedError, TrainingInfraError
 from llama_core.launch.ports import free_port
 from llama_core.machine.detect import available_cores
 
@@ -20,36 +21,60 @@ _COMMAND = (sys.executable, "-P", "-m", "llama_core.chain.evaluation_rank")
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 """How long the first rank has to say what is wrong after another one has ended with an error."""
+_SRUN_SAYS = "srun: error: "
+_BINDING = ("SLURM_CPU_BIND", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
+"""Beginnings of the variables by which this process's cores would be those of all ranks."""
 
 
-def answers_of_ranks(order: Mapping[str, Any], num_ranks: int) -> Iterator[Mapping[str, Any]]:
+@dataclass(frozen=True)
+class _Part:
+    """A process that is one of the ranks, or srun with all of them."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    log: IO[bytes]
+    """What it writes to standard error."""
+
+    def said(self) -> str:
+        """Return its last line, and the first one of srun about a rank that has failed."""
+        self.log.seek(0)
+        lines = [line.strip() for line in self.log.read().decode(errors="replace").splitlines() if line.strip()]
+        of_srun = [line.removeprefix(_SRUN_SAYS) for line in lines if line.startswith(_SRUN_SAYS)]
+        own = [line for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
+        return "; ".join([*own[-1:], *of_srun[:1]]) or "it said nothing"
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Write an order to it. Its standard input stays open: a rank ends when that is closed."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, and its exit code is told
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Wait until it has ended, and close its pipes."""
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def answers_of_ranks(order: Mapping[str, Any], num_ranks: int, num_nodes: int = 1) -> Iterator[Mapping[str, Any]]:
     """Start the ranks, yield what the first of them says, and end all.
 
     Args:
         order: what every rank reads from its standard input.
         num_ranks: their number.
+        num_nodes: nodes of the Slurm job around this process that have them, as many each; 1 for this machine.
 
     Raises:
+        EnvironmentMismatchError: if there is no such job.
         TrainingInfraError: the error of the first rank.
         RankFailedError: if a rank has ended without one.
     """
-    with ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(num_ranks)]
-        ranks: list[subprocess.Popen[bytes]] = []
-        stack.callback(_end, ranks)
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
-        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
-        for rank, log in enumerate(logs):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            out = subprocess.PIPE if rank == 0 else log
-            process = subprocess.Popen(
-                _COMMAND, stdin=subprocess.PIPE, stdout=out, stderr=log, env=os.environ | variables | own
-            )
-            ranks.append(process)
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()  # it stays open: a rank ends when it is closed
-        for line in _lines(ranks, logs):
+    with _started_here(num_ranks) if num_nodes == 1 else _started_on_nodes(num_ranks, num_nodes) as parts:
+        for part in parts:
+            part.order(order)
+        for line in _lines(parts):
             answer = json.loads(line)
             if "error" in answer:
                 name, text = answer["error"]
@@ -57,9 +82,72 @@ def answers_of_ranks(order: Mapping[str, Any], num_ranks: int) -> Iterator[Mappi
             yield answer
 
 
-def _lines(ranks: Sequence["subprocess.Popen[bytes]"], logs: Sequence[IO[bytes]]) -> Iterator[bytes]:
+@contextmanager
+def _started_here(num_ranks: int) -> Iterator[Sequence[_Part]]:
+    """Start the ranks on this machine, for the duration of the block."""
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
+    parts: list[_Part] = []
+    with ExitStack() as stack:
+        stack.callback(_end, parts)
+        for rank in range(num_ranks):
+            log = stack.enter_context(tempfile.TemporaryFile())
+            out = subprocess.PIPE if rank == 0 else log
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(
+                _COMMAND, stdin=subprocess.PIPE, stdout=out, stderr=log, env=os.environ | variables | own
+            )
+            parts.append(_Part(f"rank {rank}", process, log))
+        yield parts
+
+
+@contextmanager
+def _started_on_nodes(num_ranks: int, num_nodes: int) -> Iterator[Sequence[_Part]]:
+    """Start the ranks as a step of the job around this process, for the duration of the block."""
+    of_job = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
+    if of_job < num_nodes:
+        here = f"this job of Slurm has {of_job}" if of_job else "this is no job of Slurm"
+        raise EnvironmentMismatchError(f"num_nodes={num_nodes}: {here}; run it inside salloc --nodes={num_nodes}")
+    in_node = num_ranks // num_nodes
+    cores = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // in_node)
+    flags = {
+        "nodes": num_nodes,
+        "ntasks": num_ranks,
+        "ntasks-per-node": in_node,
+        "cpus-per-task": cores,
+        "distribution": "block",
+        "kill-on-bad-exit": 1,
+    }
+    command = ["srun", "--overlap", "--unbuffered", *(f"--{key}={value}" for key, value in flags.items()), *_COMMAND]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_BINDING)}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={"OMP_NUM_THREADS": str(cores)} | environment,
+        )
+        srun = _Part("a rank", process, log)
+        try:
+            yield [srun]
+        finally:
+            _end([srun])
+
+
+def _end(parts: Sequence[_Part]) -> None:
+    """Kill what has not ended; ranks that srun has started end when it does."""
+    for part in parts:
+        if part.process.poll() is None:
+            part.process.kill()
+    for part in parts:
+        part.close()
+
+
+def _lines(parts: Sequence[_Part]) -> Iterator[bytes]:
     """Yield the lines of the first rank until it ends."""
-    out = ranks[0].stdout
+    first = parts[0].process
+    out = first.stdout
     assert out is not None
     os.set_blocking(out.fileno(), False)
     begun = b""
@@ -74,30 +162,14 @@ def _lines(ranks: Sequence["subprocess.Popen[bytes]"], logs: Sequence[IO[bytes]]
                 *lines, begun = (begun + (content or b"")).split(b"\n")
                 yield from lines
                 continue
-            others = [rank for rank in ranks[1:] if rank.poll()]
+            others = [part for part in parts[1:] if part.process.poll()]
             if others and failed_at is None:
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + _PATIENCE_SECONDS:
                 break
-    failed = [rank for rank in ranks if rank.poll() not in {None, 0}] or ([ranks[0]] if ranks[0].wait() else [])
+    failed = [part for part in parts if part.process.poll() not in {None, 0}]
+    if not failed and first.wait():
+        failed = [parts[0]]
     if failed:
-        place = ranks.index(failed[0])
-        said = _last_line(logs[place])
-        raise RankFailedError(f"rank {place} of the evaluation ended with exit code {failed[0].poll()}: {said}")
-
-
-def _last_line(log: IO[bytes]) -> str:
-    log.seek(0)
-    lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
-
-
-def _end(ranks: Sequence["subprocess.Popen[bytes]"]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()
-    for rank in ranks:
-        rank.wait()
-        for pipe in (rank.stdin, rank.stdout):
-            if pipe is not None:
-                pipe.close()
+        code = failed[0].process.poll()
+        raise RankFailedError(f"{failed[0].name} of the evaluation ended with exit code {code}: {failed[0].said()}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.chain.evaluate import evaluate
+from llama_core.chain.questions import Devices
 from llama_core.chain.recorded import recorded_losses, recorded_tasks
 from llama_core.chain.runs import load_config
 from llama_core.chain.tasks import Asked, evaluate_tasks
@@ -152,11 +153,11 @@ def evaluate_checkpoint(run: RunDirectory, step: int, device: str | None, tell: 
     config = load_config(run)
     checkpoint = run.checkpoints / checkpoint_name(step)
     asked = config.evaluation
-    given: dict[str, Any] = {"steps": step, "device": device, "dtype": asked.dtype, "tell": tell}
+    given: dict[str, Any] = {"steps": step, "tell": tell}
     problem = ""
     try:
-        plan = evaluation_plan(config, device or ("cuda" if detect_machine().gpus else "cpu"))
-        given |= {"num_gpus": plan.world_size, "tensor_parallel": plan.tp}
+        shared = evaluation_plan(config, device or ("cuda" if detect_machine().gpus else "cpu"))
+        given["devices"] = Devices.of(shared, device, asked.dtype)
         if asked.data:
             losses = evaluate(run.path, asked.data, num_sequences=asked.sequences, **given)
             for loss in recorded_losses(losses, num_sequences=asked.sequences, dtype=asked.dtype, tell=tell):

@@ -30,7 +30,7 @@ from llama_core.models.pretrained import (
     refuse_damaged_base,
     saved_run,
 )
-from llama_core.planning.evaluation import dividing
+from llama_core.planning.evaluation import dividing, weight_bytes
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.units import divisors, format_bytes
@@ -210,14 +210,17 @@ def check_text(text: str, what: str) -> None:
         raise DataError(f"the {what} is {error}; write it in UTF-8") from None
 
 
-def choose_device(asked: str | None, config: RunConfig, dtype: str, plan: ParallelPlan | None = None) -> str:
+def choose_device(
+    asked: str | None, config: RunConfig, dtype: str, plan: ParallelPlan | None = None, *, num_nodes: int = 1
+) -> str:
     """Return the device that computes: the one asked for, else the first GPU, else the CPU.
 
     Args:
         asked: cpu or cuda; None for a GPU if present.
         config: a run with the model.
         dtype: dtype of the weights.
-        plan: how devices of this machine divide the model; None for one, where there cannot be more.
+        plan: how devices divide the model; None for one, where there cannot be more.
+        num_nodes: machines like this one that have them, as many each.
 
     Raises:
         EnvironmentMismatchError: if there is no such device, or there are too few.
@@ -228,17 +231,19 @@ def choose_device(asked: str | None, config: RunConfig, dtype: str, plan: Parall
     machine = detect_machine()
     if asked == "cuda" and not machine.gpus:
         raise EnvironmentMismatchError("--device cuda: this machine has no CUDA device that torch can use; use cpu")
-    if asked != "cpu" and plan.world_size > max(1, len(machine.gpus)):
+    num_here = plan.world_size // num_nodes
+    if asked != "cpu" and num_here > max(1, len(machine.gpus)):
         raise EnvironmentMismatchError(
-            f"{plan.world_size} GPUs are more than the {len(machine.gpus)} of this machine; use fewer, or --device cpu "
+            f"{num_here} GPUs are more than the {len(machine.gpus)} of this machine; use fewer, or --device cpu "
             "for as many processes"
         )
     device = asked or ("cuda" if machine.gpus else "cpu")
     free: float = machine.available_memory_bytes
     if device == "cuda":
         free = machine.gpu_type.usable_bytes if machine.gpu_type else math.inf
-    whole = config.spec.num_parameters * (4 if dtype == "fp32" else 2)
-    needed = whole // plan.tp if device == "cuda" else whole * plan.dp
+    itemsize = 4 if dtype == "fp32" else 2
+    whole = config.spec.num_parameters * itemsize
+    needed = weight_bytes(config.spec, plan, itemsize) if device == "cuda" else whole * plan.dp // num_nodes
     if needed > free:
         ways = "use 16 bits (--dtype bf16), or a larger device"
         counts = dividing(config.spec, divisors(config.spec.num_kv_heads))

@@ -8,7 +8,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import WORKER, JobHandle
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.places import private_place
-from llama_core.launch.rank.supervisor import rendezvous_port
+from llama_core.launch.rank.started import started_ranks
 from llama_core.launch.verdict import RESUME
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import detect_machine
@@ -63,7 +63,7 @@ def run_loader_chain(
 
     loaders = Loaders(train, validation)
     gpus = config.parallel.gpus
-    num_ranks = _started_ranks()
+    num_ranks = started_ranks()
     if num_ranks > 1:
         if num_ranks != gpus:
             raise ConfigError(f"gpus={gpus}, but {num_ranks} processes were started; use --gpus {num_ranks}")
@@ -101,7 +101,7 @@ def refuse_started_ranks() -> None:
     Raises:
         ConfigError: if there are several, with their number.
     """
-    num_ranks = _started_ranks()
+    num_ranks = started_ranks()
     if num_ranks > 1:
         raise ConfigError(
             f"this is one of {num_ranks} processes started by torchrun or srun, but without a dataloader a run starts "
@@ -262,36 +262,6 @@ def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callabl
         check_ranks_agree(run, own)
         train_in_process(run, loaders)
     return str(run.path)
-
-
-def _started_ranks() -> int:
-    """Return how many processes torchrun or srun started, this one included; 1 if neither did.
-
-    Under srun, also set the environment variables that torchrun sets.
-    """
-    variables: Mapping[str, str] = os.environ
-    if "RANK" in variables and "WORLD_SIZE" in variables:
-        return int(variables["WORLD_SIZE"])
-    if "SLURM_STEP_ID" not in variables or int(variables.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
-        return 1
-    from submitit.slurm.slurm import SlurmJobEnvironment
-
-    class Step(SlurmJobEnvironment):
-        """The step of srun, which may have fewer nodes and tasks than its job."""
-
-        _env = SlurmJobEnvironment._env | {
-            "num_tasks": "SLURM_STEP_NUM_TASKS",
-            "nodes": "SLURM_STEP_NODELIST",
-        }
-
-    step = Step()
-    number = int(variables.get("SLURM_RESTART_COUNT", "0")) + int(variables["SLURM_STEP_ID"])
-    os.environ.setdefault("MASTER_ADDR", step.hostnames[0])
-    os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(variables["SLURM_JOB_ID"]), number)))
-    os.environ["RANK"] = str(step.global_rank)
-    os.environ["LOCAL_RANK"] = str(step.local_rank)
-    os.environ["WORLD_SIZE"] = str(step.num_tasks)
-    return step.num_tasks
 
 
 def _submit(run: RunDirectory, content: bytes) -> JobHandle:

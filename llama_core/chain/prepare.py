@@ -291,15 +291,19 @@ def _check_evaluating_devices(config: RunConfig) -> None:
     device = evaluating_device(config, beside_ranks=True)
     if device == "auto":
         return
-    plan = evaluation_plan(config, device)
+    shared = evaluation_plan(config, device)
+    plan = shared.plan
     num_here = len(detect_machine().gpus)
     if config.launch.is_here and device == "cuda" and plan.world_size > num_here:
         raise EnvironmentMismatchError(
             f"evaluation.gpus={plan.world_size} are more than the {num_here} GPUs of this machine; use fewer, or "
             "evaluation.device=cpu"
         )
-    if config.evaluation.tp == "auto" and plan.tp > 1:
-        say("note", f"evaluation.tp={plan.tp}: fewer GPUs do not hold {config.spec.name} in {config.evaluation.dtype}")
+    asked = config.evaluation
+    chosen = {"tp": plan.tp, "pp": plan.pp, "nodes": shared.nodes}
+    larger = [f"evaluation.{key}={size}" for key, size in chosen.items() if size > 1 and getattr(asked, key) == "auto"]
+    if larger:
+        say("note", f"{', '.join(larger)}: fewer GPUs do not hold {config.spec.name} in {asked.dtype}")
 
 
 def _seen_from_anywhere(config: RunConfig) -> RunConfig:

@@ -4,17 +4,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from llama_core.chain.checkpoints import Best
 from llama_core.chain.evaluation_ranks import answers_of_ranks
 from llama_core.chain.generate import choose_device, find_model, tokenizer_of
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
-from llama_core.planning.evaluation import shared_plan
+from llama_core.planning.evaluation import EvaluationPlan, shared_plan
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory
@@ -38,6 +39,56 @@ class Answer(Protocol):
     def as_record(self) -> dict[str, Any]:
         """Return it for another process."""
 
+
+@dataclass(frozen=True)
+class Devices:
+    """What computes an evaluation.
+
+    Raises:
+        ConfigError: if the numbers do not divide each other.
+    """
+
+    device: str | None = None
+    """cpu or cuda; None for cuda if present."""
+    dtype: str = "fp32"
+    """dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``."""
+    num_gpus: int = 1
+    """Devices that share the work, each with a process of its own."""
+    tensor_parallel: int = 1
+    """Devices that divide the matrices of each copy of the model."""
+    pipeline_parallel: int = 1
+    """Devices that divide the layers of each copy."""
+    num_nodes: int = 1
+    """Nodes of the Slurm job around this process that have them, as many each; 1 for this machine."""
+
+    def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        if min(numbers.values()) < 1:
+            raise ConfigError(
+                f"{', '.join(f'{name}={number}' for name, number in numbers.items())}: use at least 1 of each"
+            )
+        numbers["tensor_parallel x pipeline_parallel"] = self.tensor_parallel * self.pipeline_parallel
+        for name, number in numbers.items():
+            if self.num_gpus % number:
+                raise ConfigError(f"{name}={number} does not divide num_gpus={self.num_gpus}; use a divisor")
+
+    @classmethod
+    def of(cls, shared: EvaluationPlan, device: str | None, dtype: str) -> Self:
+        """Return the devices of a plan."""
+        plan = shared.plan
+        return cls(device, dtype, plan.world_size, plan.tp, plan.pp, shared.nodes)
+
+    def plan(self, spec: ModelSpec) -> ParallelPlan:
+        """Return how they divide a model.
+
+        Raises:
+            PlanError: if they cannot.
+        """
+        return shared_plan(spec, self.num_gpus, self.tensor_parallel, self.pipeline_parallel)
+
+
+_NUMBERS = ("num_gpus", "tensor_parallel", "pipeline_parallel", "num_nodes")
+ONE_DEVICE = Devices()
 
 A = TypeVar("A", bound=Answer)
 A_co = TypeVar("A_co", bound=Answer, covariant=True)
@@ -98,10 +149,7 @@ def ask(
     source: Path,
     *,
     steps: int | Best | All | None,
-    device: str | None,
-    dtype: str,
-    num_gpus: int,
-    tensor_parallel: int,
+    devices: Devices,
     tell: Tell,
     on_progress: OnProgress,
 ) -> Iterator[A]:
@@ -111,34 +159,31 @@ def ask(
         question: the question.
         source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
         steps: the step of a run's checkpoint, ``best`` or ``all``; None for the newest intact one.
-        device: cpu or cuda; None for cuda if present.
-        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
-        num_gpus: devices of this machine that share the work, each with a process of its own.
-        tensor_parallel: devices that divide the matrices of each copy of the model.
+        devices: what computes.
         tell: called with a line about what is evaluated, and about each damaged checkpoint that is passed over.
         on_progress: called as the work goes on.
 
     Raises:
-        ConfigError, PlanError: if the devices cannot divide the model.
+        PlanError: if the devices cannot divide the model.
         RunDirectoryError: if the run has no such checkpoint.
         CheckpointError, WeightsError: if weights are damaged or cannot be read.
         DataError: if the tokenizer cannot be used.
         EnvironmentMismatchError, DoesNotFitError: if a device is missing or too small.
         TrainingInfraError: if the question cannot be answered.
     """
-    _check_numbers(num_gpus, tensor_parallel)
     found = (find_model(source, step, tell) for step in steps_to_evaluate(source, steps))
     first = next(found)
     question.check(*first)  # before anything is started
     _, config = first
-    plan = shared_plan(config.spec, num_gpus, tensor_parallel)
-    order = Order(question, choose_device(device, config, dtype, plan), dtype, plan)
+    plan = devices.plan(config.spec)
+    device = choose_device(devices.device, config, devices.dtype, plan, num_nodes=devices.num_nodes)
+    order = Order(question, device, devices.dtype, plan)
     models = chain([first], found)
     if plan.world_size == 1:
         yield from order.follow(models, tell, on_progress)
         return
     record = order.as_record() | {"weights": [str(weights) for weights, _ in models]}
-    for said in answers_of_ranks(record, plan.world_size):
+    for said in answers_of_ranks(record, plan.world_size, devices.num_nodes):
         match said:
             case {"tell": text}:
                 tell(text)
@@ -146,13 +191,6 @@ def ask(
                 on_progress(*progress)
             case {"answer": answer}:
                 yield question.answer(answer)
-
-
-def _check_numbers(num_gpus: int, tensor_parallel: int) -> None:
-    if num_gpus < 1 or tensor_parallel < 1:
-        raise ConfigError(f"num_gpus={num_gpus} and tensor_parallel={tensor_parallel}: use at least 1 of each")
-    if num_gpus % tensor_parallel:
-        raise ConfigError(f"tensor_parallel={tensor_parallel} does not divide num_gpus={num_gpus}; use a divisor")
 
 
 def steps_to_evaluate(source: Path, asked: int | Best | All | None) -> Sequence[int | Best | None]:
@@ -214,7 +252,14 @@ class Order(Generic[A]):
                 self.question.prepare(weights, config, tell)
             tokenizer = own_tokenizer(weights, config, self.question.tokenizer)
             tell(f"{weights} in {self.dtype} on {self._where}, tokenizer {tokenizer.name}")
-            model = whole_model(config.spec, weights, device=device, dtype=self.dtype, divide=ranks.divide)
+            model = whole_model(
+                config.spec,
+                weights,
+                device=device,
+                dtype=self.dtype,
+                layers=ranks.layers(config.spec),
+                divide=ranks.divide,
+            )
             asked = AskedModel(weights, config, tokenizer, model, ranks)
             yield from self.question.answers(asked, tell, on_progress)
             del model, asked  # before the next one takes its memory
@@ -224,4 +269,5 @@ class Order(Generic[A]):
         plan = self.plan
         if plan.world_size == 1:
             return self.device
-        return f"{plan.world_size} {self.device} processes (tp={plan.tp}, dp={plan.dp})"
+        degrees = [f"{axis}={getattr(plan, axis)}" for axis in ("tp", "pp", "dp") if getattr(plan, axis) > 1]
+        return f"{plan.world_size} {self.device} processes ({', '.join(degrees)})"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from llama_core.chain.checkpoints import Best
 from llama_core.chain.conversation import end_of_turn, template_of
 from llama_core.chain.generate import check_text, ends_of_texts
-from llama_core.chain.questions import All, AskedModel, OnProgress, Tell, ask, own_tokenizer
+from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask, own_tokenizer
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import ChatTemplate
@@ -130,10 +130,7 @@ def evaluate_tasks(
     asked: Asked | None = None,
     allow_code: bool = False,
     tokenizer: str | None = None,
-    device: str | None = None,
-    dtype: str = "fp32",
-    num_gpus: int = 1,
-    tensor_parallel: int = 1,
+    devices: Devices = ONE_DEVICE,
     tell: Tell = lambda text: None,
     on_progress: OnProgress = lambda name, done, total: None,
 ) -> Iterator[TaskEvaluation]:
@@ -147,10 +144,7 @@ def evaluate_tasks(
         asked: how the tasks are asked.
         allow_code: whether a task may execute Python code that comes with it, or programs that the model writes.
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
-        device: cpu or cuda; by default cuda if present.
-        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
-        num_gpus: devices of this machine that share the work, each with a process of its own.
-        tensor_parallel: devices that divide the matrices of each copy of the model.
+        devices: what computes.
         tell: called with a line about what is evaluated, and about what a task or the model does not take.
         on_progress: called with the name of a task, and the number of its requests that are done and in all, of those
             of the first device.
@@ -174,10 +168,7 @@ def evaluate_tasks(
         question,
         source,
         steps=steps,
-        device=device,
-        dtype=dtype,
-        num_gpus=num_gpus,
-        tensor_parallel=tensor_parallel,
+        devices=devices,
         tell=tell,
         on_progress=on_progress,
     )

@@ -45,9 +45,13 @@ class EvaluationConfig(Section):
     dtype: EvaluationDtype = "fp32"
     """dtype of the weights and of the arithmetic: fp32, bf16 or fp16."""
     gpus: int | None = Field(None, ge=1)
-    """Devices of one node that share each evaluation, in a process each; default: as many as evaluation.tp."""
+    """Devices that share each evaluation, in a process each; default: those of evaluation.nodes, or of one copy."""
     tp: Count = "auto"
-    """Devices among them that divide each copy of the model; auto: the fewest GPUs that hold it, or one CPU process."""
+    """Devices that divide the matrices of each copy; auto: the fewest GPUs that hold the model, or one CPU process."""
+    pp: Count = "auto"
+    """Devices that divide the layers of each copy; auto: 1 if the GPUs of a node hold it, or else as few as do."""
+    nodes: Count = "auto"
+    """Nodes of each Slurm job, with as many devices each; auto: as few as have these, or one for CPU processes."""
     partition: SlurmName | None = None
     """Partition of the Slurm jobs; default: that of the run."""
     qos: SlurmName | None = None
@@ -55,7 +59,7 @@ class EvaluationConfig(Section):
     time_limit_min: Minutes = 120
     """Their time limit, in minutes or as Slurm writes it."""
 
-    @field_validator("tp", mode="before")
+    @field_validator("tp", "pp", "nodes", mode="before")
     @classmethod
     def _null_is_auto(cls, value: Any) -> Any:
         return "auto" if value is None else value

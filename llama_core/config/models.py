@@ -425,6 +425,25 @@ class ModelSpec:
         """All parameters of the model, adapters and experts included; a tied head counts once."""
         return sum(map(math.prod, self.parameter_shapes.values())) + self.num_adapter_parameters
 
+    def num_parameters_of(self, layers: range) -> int:
+        """Return the parameters, adapters included, of the part of the model that has consecutive layers.
+
+        The first layer brings the embedding, and the last one the final norm and the head, even a tied one.
+        """
+        is_first = layers.start == 0
+        is_last = layers.stop == self.num_layers
+        own = 0
+        for name, shape in (self.parameter_shapes | self.adapter_shapes).items():
+            layer = _layer_of(name)
+            if layer is not None:
+                is_held = layer in layers
+            elif name.startswith(EMBEDDING_WEIGHT.name.removesuffix("weight")):
+                is_held = is_first or (is_last and self.tied_embeddings)
+            else:
+                is_held = is_last
+            own += math.prod(shape) if is_held else 0
+        return own
+
     @property
     def num_trainable_parameters(self) -> int:
         """Parameters that get gradients and are updated: all or, with adapters, these and what is trained in full."""

@@ -70,7 +70,7 @@ class Mesh:
         Every rank of the job must call it.
         """
         ranks_per_stage = self.plan.world_size // self.plan.pp
-        mine = None
+        mine: dist.ProcessGroup | None = None
         for place in range(ranks_per_stage):
             members = range(place, self.plan.world_size, ranks_per_stage)
             group = dist.new_group(list(members), backend="gloo")

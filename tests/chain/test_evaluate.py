@@ -15,7 +15,7 @@ from llama_core.chain.evaluate import HELD_OUT, LossOnData, evaluate
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import find_model
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.questions import Order
+from llama_core.chain.questions import Devices, Order
 from llama_core.chain.runs import load_config
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
@@ -32,6 +32,7 @@ from llama_core.records.evaluations import read_scores
 from training_infra import cli
 
 SEQ_LEN = 32
+CPU = Devices("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def drawn(tmp_path_factory):
 
 def test_the_newest_checkpoint_has_the_held_out_losses_that_training_tells(trained):
     told = json.loads(trained.training.read_text())
-    found = {one.data: one for one in evaluate(trained.path, device="cpu")}
+    found = {one.data: one for one in evaluate(trained.path, devices=CPU)}
     assert found.keys() == {"tales", "sums"}
     for name, one in found.items():
         rows = told["named_eval_rows"][name]
@@ -87,10 +88,10 @@ def test_the_newest_checkpoint_has_the_held_out_losses_that_training_tells(train
 
 
 def test_every_checkpoint_is_evaluated_in_order(trained):
-    found = list(evaluate(trained.path, steps="all", device="cpu"))
+    found = list(evaluate(trained.path, steps="all", devices=CPU))
     assert [(one.step, one.data) for one in found] == [(2, "sums"), (2, "tales"), (4, "sums"), (4, "tales")]
     assert found[0].rows.mean > found[2].rows.mean
-    assert [one.rows.losses for one in evaluate(trained.path, steps=2, device="cpu")] == [
+    assert [one.rows.losses for one in evaluate(trained.path, steps=2, devices=CPU)] == [
         one.rows.losses for one in found[:2]
     ]
 
@@ -102,14 +103,14 @@ def losses_of(source, data, plan):
 
 
 PLANS = [
-    pytest.param(ParallelPlan(tp=2, dp_replicate=2), id="tp 2, dp 2"),
-    pytest.param(ParallelPlan(dp_replicate=3), id="dp 3", marks=pytest.mark.wide),
+    pytest.param(ParallelPlan(pp=2, dp_replicate=2), id="pp 2, dp 2"),
+    pytest.param(ParallelPlan(tp=2, dp_replicate=2), id="tp 2, dp 2", marks=pytest.mark.wide),
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_ranks_that_divide_rows_and_matrices_tell_the_losses_of_one(trained, files, plan):
-    expected = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=19, device="cpu")}
+def test_ranks_that_divide_the_rows_and_the_model_tell_the_losses_of_one(trained, files, plan):
+    expected = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=19, devices=CPU)}
     for found in run_ranks(plan.world_size, losses_of, trained.path, files, plan):
         assert found.keys() == expected.keys()
         for name, rows in found.items():
@@ -122,7 +123,7 @@ def test_a_run_and_its_export_have_the_loss_of_transformers(drawn, tmp_path, dty
     file = tmp_path / "long.jsonl"
     file.write_text(json.dumps({"text": "All the way from here to there. " * 8}))
     run, folder = drawn
-    kept = {"seq_len": SEQ_LEN, "num_sequences": 0, "tokenizer": "bytes", "device": "cpu", "dtype": dtype}
+    kept = {"seq_len": SEQ_LEN, "num_sequences": 0, "tokenizer": "bytes", "devices": Devices("cpu", dtype)}
     one, other = (next(evaluate(source, {"long": str(file)}, **kept)) for source in (run.path, folder))
     assert one.rows == other.rows
     config = RunConfig.from_mapping(SMALL)
@@ -140,7 +141,7 @@ def test_a_run_and_its_export_have_the_loss_of_transformers(drawn, tmp_path, dty
 def test_a_run_without_named_data_has_one_held_out_loss(drawn, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run, _ = drawn
-    (one,) = evaluate(run.path, seq_len=SEQ_LEN, num_sequences=3, device="cpu")
+    (one,) = evaluate(run.path, seq_len=SEQ_LEN, num_sequences=3, devices=CPU)
     assert one.data == HELD_OUT
     assert len(one.rows.losses) == 3
 
@@ -150,7 +151,7 @@ def test_a_run_on_pairs_of_answers_has_held_out_no_text(tmp_path):
     with pytest.raises(
         ConfigError, match="this run was trained for dpo on pairs, which have no loss of the next token"
     ):
-        list(evaluate(run.path, device="cpu"))
+        list(evaluate(run.path, devices=CPU))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_a_run_on_pairs_of_answers_has_held_out_no_text(tmp_path):
 )
 def test_what_cannot_be_evaluated_is_one_line(drawn, choices, error, message):
     with pytest.raises(error) as refused:
-        list(evaluate(drawn[0].path, device="cpu", **choices))
+        list(evaluate(drawn[0].path, devices=CPU, **choices))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -172,17 +173,17 @@ def test_what_cannot_be_evaluated_is_one_line(drawn, choices, error, message):
 def test_a_folder_may_be_called_as_a_checkpoint_begins(drawn, files, tmp_path):
     named = tmp_path / "step-by-step"
     named.symlink_to(drawn[1])
-    (one,) = evaluate(named, {"tales": files["tales"]}, tokenizer="bytes", seq_len=SEQ_LEN, device="cpu")
+    (one,) = evaluate(named, {"tales": files["tales"]}, tokenizer="bytes", seq_len=SEQ_LEN, devices=CPU)
     assert one.step is None
 
 
 def test_a_folder_needs_data_and_a_place_without_a_model_is_refused(drawn, tmp_path):
     with pytest.raises(ConfigError, match="is no run, so nothing is held out; name data with --data"):
-        list(evaluate(drawn[1], tokenizer="bytes", device="cpu"))
+        list(evaluate(drawn[1], tokenizer="bytes", devices=CPU))
     with pytest.raises(WeightsError, match="holds no model"):
-        list(evaluate(tmp_path, device="cpu"))
+        list(evaluate(tmp_path, devices=CPU))
     with pytest.raises(RunDirectoryError, match="has no checkpoint; name a run's directory, or drop --step all"):
-        list(evaluate(tmp_path, steps="all", device="cpu"))
+        list(evaluate(tmp_path, steps="all", devices=CPU))
 
 
 def test_the_command_prints_a_line_for_each_or_json(trained, files, capsys):
@@ -202,7 +203,7 @@ def test_the_command_shares_held_out_rows_among_processes(trained, capsys):
     assert cli.main(["evaluate", str(trained.path), "--device", "cpu", "--gpus", "2"]) == 0
     told = capsys.readouterr()
     assert told.out == expected
-    assert "in fp32 on 2 cpu processes (tp=1, dp=2)" in told.err
+    assert "in fp32 on 2 cpu processes (dp=2)" in told.err
 
 
 @pytest.mark.parametrize(
@@ -230,7 +231,7 @@ def test_the_scores_are_those_of_evaluate(trained, files, capsys):
     with_evaluation(trained, data=files, sequences=4)
     assert evaluator.main([str(trained.path), "--step", "2", "--device", "cpu"]) == 0
     assert read_ending(trained, trained.checkpoints / checkpoint_name(2)).problem == ""
-    found = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=4, device="cpu")}
+    found = {one.data: one.rows for one in evaluate(trained.path, files, steps=2, num_sequences=4, devices=CPU)}
     own = [score for score in read_scores(trained) if score.settings == "4 sequences"]  # other tests have some too
     scores = {score.task: score for score in own}
     assert scores.keys() == files.keys()

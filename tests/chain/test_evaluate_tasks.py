@@ -157,10 +157,10 @@ def test_several_processes_give_the_scores_of_one(run, folder, capsys):
     asked = ("--tasks", "toy_choice", "toy_generation", "--include-path", folder, "--limit", 3, "--step", "all")
     assert evaluate(run.path, *asked) == 0
     expected = capsys.readouterr().out
-    assert evaluate(run.path, *asked, "--gpus", 2, "--tensor-parallel", 2) == 0
+    assert evaluate(run.path, *asked, "--gpus", 2, "--pipeline-parallel", 2) == 0
     told = capsys.readouterr()
     assert told.out == expected
-    assert "in fp32 on 2 cpu processes (tp=2, dp=1)" in told.err
+    assert "in fp32 on 2 cpu processes (pp=2)" in told.err
 
 
 @pytest.mark.wide
@@ -194,7 +194,11 @@ REFUSED = {
         ["--tasks", "toy_choice", "--gpus", 3, "--tensor-parallel", 3],
         "tp=3 does not divide the 2 key/value heads",
     ),
-    "none": ({}, ["--tasks", "toy_choice", "--gpus", 0], "num_gpus=0 and tensor_parallel=1: use at least 1 of each"),
+    "none": (
+        {},
+        ["--tasks", "toy_choice", "--gpus", 0],
+        "num_gpus=0, tensor_parallel=1, pipeline_parallel=1, num_nodes=1: use at least 1 of each",
+    ),
     "images": ({"doc_to_image": "image"}, [], "task 'mine' has images or sound"),
     "program": (
         {"metric_list": [{"metric": "someone/metric", "aggregation": "mean", "higher_is_better": True}]},

@@ -317,8 +317,15 @@ def test_an_evaluation_on_several_gpus_is_one_task_with_all_of_them_and_their_co
     job = of_an_evaluation(config, evaluation_plan(config, "cuda"))
     asked = in_one_task(slurm_parameters(job, "evaluation", num_ranks=4))
     assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"], asked["cpus_per_task"]) == (1, 1, 4, 24)
-    assert asked["srun_args"][-1] == "--cpus-per-task=24"
+    assert asked["srun_args"][-3:] == ["--nodes=1", "--ntasks=1", "--cpus-per-task=24"]
     assert asked["partition"] == "small"
+
+
+def test_an_evaluation_on_several_nodes_is_one_task_on_the_first_of_them():
+    config = slurm_config("parallel.gpus=16", "evaluation={tp: 2, pp: 8}", "launch.slurm.cpus_per_rank=6")
+    shared = evaluation_plan(config, "cuda")
+    asked = in_one_task(slurm_parameters(of_an_evaluation(config, shared), "evaluation", num_ranks=16))
+    assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"], asked["cpus_per_task"]) == (2, 1, 8, 48)
 
 
 def test_ranks_on_gpus_sit_beside_each_other_and_the_request_may_place_them_otherwise():

@@ -19,9 +19,9 @@ def answers(folder, tasks, plan):
     from llama_core.training.harness import HarnessModel
     from llama_core.training.harness_tasks import Tasks
 
-    ranks = None if plan is None else EvaluatingRanks(plan, "cpu")
+    ranks = EvaluatingRanks(plan, "cpu")
     _, config = find_model(folder, None, print)
-    model = whole_model(config.spec, folder, divide=(lambda model: None) if ranks is None else ranks.divide)
+    model = whole_model(config.spec, folder, layers=ranks.layers(config.spec), divide=ranks.divide)
     tokenizer = load_tokenizer(str(folder))
     ours = HarnessModel(model, tokenizer, ends={(tokenizer.eos_id,)}, ranks=ranks)
     chosen = Tasks(tuple(TASKS), folder=tasks)
@@ -37,7 +37,7 @@ def answers(folder, tasks, plan):
 PLANS = {
     "tp 2, dp 2": ParallelPlan(tp=2, dp_replicate=2),
     "dp 3": ParallelPlan(dp_replicate=3),
-    "tp 2": ParallelPlan(tp=2),
+    "tp 2, pp 2": ParallelPlan(tp=2, pp=2),
 }
 
 
@@ -46,7 +46,7 @@ PLANS = {
 def test_ranks_answer_as_one_process(tmp_path, plan):
     folder = make_folder(tmp_path / "model")
     tasks = make_tasks(tmp_path / "tasks", num_documents=5)
-    expected, written = answers(folder, tasks, None)
+    expected, written = answers(folder, tasks, ParallelPlan())
     found = run_ranks(plan.world_size, answers, folder, tasks, plan)
     for scores, texts in found:
         assert [score[:2] for score in scores] == [score[:2] for score in expected]

@@ -13,7 +13,7 @@ from training_infra.lines import ProgressLine, print_json, print_line
 
 if TYPE_CHECKING:
     from llama_core.chain.checkpoints import Best
-    from llama_core.chain.questions import All
+    from llama_core.chain.questions import All, Devices
 
 _OF_DATA = ("--data", "--sequences", "--seq-len")
 _OF_TASKS = (
@@ -58,11 +58,11 @@ def _evaluate_data(options: argparse.Namespace) -> None:
 
     data = _named(options.data) if options.data else None
     tell = partial(print_line, file=sys.stderr)
-    kept = {"tokenizer": options.tokenizer, "dtype": options.dtype, "tell": tell}
     rows = {"seq_len": options.seq_len, "num_sequences": options.sequences}
     steps = _step(options.step)
-    found = evaluate(_source(options), data, steps=steps, **_devices(options), **rows, **kept)
-    recorded = recorded_losses(found, **rows, **kept)
+    asked = rows | {"tokenizer": options.tokenizer, "tell": tell}
+    found = evaluate(_source(options), data, steps=steps, devices=_devices(options), **asked)
+    recorded = recorded_losses(found, dtype=options.dtype, **asked)
     if options.json:
         print_json({"evaluations": [evaluation.as_dict() for evaluation in recorded]})
         return
@@ -76,7 +76,7 @@ def _evaluate_tasks(options: argparse.Namespace) -> None:
 
     asked = Asked(options.limit, options.num_fewshot, options.chat, options.system)
     progress = ProgressLine(sys.stderr)
-    kept = {"tokenizer": options.tokenizer, "dtype": options.dtype, "tell": progress.tell}
+    kept = {"tokenizer": options.tokenizer, "tell": progress.tell}
     steps = _step(options.step)
     found = evaluate_tasks(
         _source(options),
@@ -86,12 +86,12 @@ def _evaluate_tasks(options: argparse.Namespace) -> None:
         asked=asked,
         allow_code=options.allow_task_code,
         on_progress=progress,
-        **_devices(options),
+        devices=_devices(options),
         **kept,
     )
     records: list[dict[str, Any]] = []
     try:
-        for evaluation in recorded_tasks(found, asked, **kept):
+        for evaluation in recorded_tasks(found, asked, dtype=options.dtype, **kept):
             progress.clear()
             records += evaluation.as_dicts()
             for line in () if options.json else evaluation.lines():
@@ -102,8 +102,17 @@ def _evaluate_tasks(options: argparse.Namespace) -> None:
         print_json({"scores": records})
 
 
-def _devices(options: argparse.Namespace) -> dict[str, Any]:
-    return {"device": options.device, "num_gpus": options.gpus, "tensor_parallel": options.tensor_parallel}
+def _devices(options: argparse.Namespace) -> "Devices":
+    from llama_core.chain.questions import Devices
+
+    return Devices(
+        options.device,
+        options.dtype,
+        options.gpus,
+        options.tensor_parallel,
+        options.pipeline_parallel,
+        options.nodes,
+    )
 
 
 def _named(given: Sequence[str]) -> dict[str, str]:
@@ -140,7 +149,7 @@ EVALUATE = Command(
         "runs/mine --tasks hellaswag arc_easy --limit 200",
         "runs/mine --tasks mine --include-path tasks --num-fewshot 3 --chat",
         "runs/mine --gpus 8 --tensor-parallel 2 --dtype bf16",
-        "runs/mine --tasks mmlu --gpus 8 --tensor-parallel 2 --dtype bf16",
+        "runs/mine --tasks mmlu --gpus 16 --nodes 2 --tensor-parallel 8 --pipeline-parallel 2 --dtype bf16",
     ),
     arguments=(
         SOURCE,
@@ -179,7 +188,21 @@ EVALUATE = Command(
             type=int,
             default=1,
             metavar="2",
-            help="devices among them that divide each copy of the model; default: 1",
+            help="devices among them that divide the matrices of each copy of the model; default: 1",
+        ),
+        Argument(
+            "--pipeline-parallel",
+            type=int,
+            default=1,
+            metavar="2",
+            help="devices among them that divide the layers of each copy; default: 1",
+        ),
+        Argument(
+            "--nodes",
+            type=int,
+            default=1,
+            metavar="2",
+            help="nodes of the Slurm job around this command that have the devices; default: this machine",
         ),
         TOKENIZER,
         DEVICE,

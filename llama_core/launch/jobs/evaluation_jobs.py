@@ -25,9 +25,14 @@ from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import job_status
-from llama_core.planning.evaluation import Forward, evaluating_device, evaluation_bytes, evaluation_plan
+from llama_core.planning.evaluation import (
+    EvaluationPlan,
+    Forward,
+    evaluating_device,
+    evaluation_bytes,
+    evaluation_plan,
+)
 from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
-from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import itemsize_of
 from llama_core.records.directory import RunDirectory
 from llama_core.units import GIB
@@ -132,7 +137,7 @@ class CommandTask:
 
 
 class OnSlurm:
-    """Evaluations as Slurm jobs of one node each, on as many devices as ``evaluation`` asks for.
+    """Evaluations as Slurm jobs, on as many nodes and devices as ``evaluation`` asks for.
 
     Args:
         run: the run.
@@ -145,8 +150,8 @@ class OnSlurm:
     def __init__(self, run: RunDirectory, config: RunConfig) -> None:
         self.device = evaluating_device(config, beside_ranks=True)
         self._run = run
-        self._plan = evaluation_plan(config, self.device)
-        self._config = of_an_evaluation(config, self._plan)
+        self._shared = evaluation_plan(config, self.device)
+        self._config = of_an_evaluation(config, self._shared)
         self._name = f"{run.name}-evaluation"
         self._asked_at: dict[str, float] = {}
         self._ended_at: dict[str, float] = {}
@@ -157,8 +162,8 @@ class OnSlurm:
 
         folder = fresh_folder(self._run.evaluations)
         executor = slurm_executor(folder, python_command(), f"run directory {str(folder)!r}", "another --run-dir")
-        num_ranks = self._plan.world_size
-        host_bytes = _host_bytes(self._config, self._plan)
+        num_ranks = self._shared.plan.world_size
+        host_bytes = _host_bytes(self._config, self._shared)
         asked = slurm_parameters(self._config, self._name, comment_of(folder), num_ranks, host_bytes)
         executor.update_parameters(**in_one_task(asked))
         try:
@@ -198,11 +203,11 @@ def evaluations_of(run: RunDirectory, config: RunConfig, *, beside_ranks: bool) 
     return OnSlurm(run, config)
 
 
-def _host_bytes(config: RunConfig, plan: ParallelPlan) -> int:
-    """Return the host memory of the ranks of an evaluation; weights that are read are in the page cache."""
+def _host_bytes(config: RunConfig, shared: EvaluationPlan) -> int:
+    """Return the host memory of a node's ranks in an evaluation; weights that are read are in the page cache."""
     asked = config.evaluation
     process = CUDA_PROCESS_BYTES
     if config.launch.device == "cpu":
-        tensors = evaluation_bytes(config.spec, plan.tp, itemsize_of(asked.dtype), Forward.of(config))
+        tensors = evaluation_bytes(config.spec, shared.plan, itemsize_of(asked.dtype), Forward.of(config))
         process = CPU_PROCESS_BYTES + tensors
-    return _JOB_BYTES + plan.world_size * (process + _TASKS_BYTES)
+    return _JOB_BYTES + shared.plan.world_size // shared.nodes * (process + _TASKS_BYTES)

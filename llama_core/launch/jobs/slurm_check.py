@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import did_you_mean
+from llama_core.errors import TrainingInfraError, did_you_mean
 from llama_core.launch.jobs.slurm_request import of_an_evaluation, refusal
 from llama_core.machine.validate import Findings
 from llama_core.planning.evaluation import evaluating_device, evaluation_plan
@@ -61,6 +61,9 @@ def _problem(config: RunConfig, partitions: list[str]) -> str | None:
         return f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes"
     if not config.evaluation.is_asked_for:
         return None
-    plan = evaluation_plan(config, evaluating_device(config, beside_ranks=True))
-    refused = refusal(of_an_evaluation(config, plan))
+    try:
+        shared = evaluation_plan(config, evaluating_device(config, beside_ranks=True))
+    except TrainingInfraError as error:
+        return str(error)
+    refused = refusal(of_an_evaluation(config, shared))
     return refused and f"Slurm would refuse the evaluations: {refused}; change evaluation.partition or evaluation.gpus"

@@ -15,8 +15,7 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
-from llama_core.planning.evaluation import evaluating_device
-from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.evaluation import EvaluationPlan, evaluating_device
 from llama_core.units import MIB
 
 _CHECKED = (
@@ -108,8 +107,8 @@ def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) ->
     }
 
 
-def of_an_evaluation(config: RunConfig, plan: ParallelPlan) -> RunConfig:
-    """Return a configuration whose Slurm job is an evaluation's: on one node, with its partition, QOS and limit."""
+def of_an_evaluation(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
+    """Return a configuration whose Slurm job is an evaluation's: on its nodes, with its partition, QOS and limit."""
     asked = config.evaluation
     slurm = config.launch.slurm
     limits = {
@@ -122,22 +121,26 @@ def of_an_evaluation(config: RunConfig, plan: ParallelPlan) -> RunConfig:
     }
     launch = {
         "device": evaluating_device(config, beside_ranks=True),
-        "nodes": 1,
+        "nodes": shared.nodes,
         "min_nodes": None,
         "slurm": slurm.model_copy(update=limits),
     }
     return config.model_copy(
         update={
             "launch": config.launch.model_copy(update=launch),
-            "parallel": config.parallel.model_copy(update={"gpus": plan.world_size}),
+            "parallel": config.parallel.model_copy(update={"gpus": shared.plan.world_size}),
         }
     )
 
 
 def in_one_task(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the request for a job whose only task starts its ranks itself, and so gets all of their cores and GPUs."""
+    """Return the request for a job whose only task starts its ranks itself.
+
+    It is on the first node, and gets the cores and GPUs of that node's ranks.
+    """
     cores = request["ntasks_per_node"] * request["cpus_per_task"]
-    srun_args = [*request["srun_args"], f"--cpus-per-task={cores}"]  # the last one counts
+    alone = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}"]
+    srun_args = [*request["srun_args"], *alone]  # the last ones count
     return request | {"ntasks_per_node": 1, "cpus_per_task": cores, "srun_args": srun_args}
 
 
