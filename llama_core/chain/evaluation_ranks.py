@@ -22,8 +22,8 @@ _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 """How long the first rank has to say what is wrong after another one has ended with an error."""
 _SRUN_SAYS = "srun: error: "
-_BINDING = ("SLURM_CPU_BIND", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK")
-"""Beginnings of the variables by which this process's cores would be those of all ranks."""
+_OF_THIS_STEP = ("SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_MEM_")
+"""Beginnings of the variables by which the ranks would get the cores and the memory of this process's step."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,12 @@ def _started_on_nodes(num_ranks: int, num_nodes: int) -> Iterator[Sequence[_Part
         "ntasks": num_ranks,
         "ntasks-per-node": in_node,
         "cpus-per-task": cores,
+        "mem": 0,  # all that the job has
         "distribution": "block",
         "kill-on-bad-exit": 1,
     }
     command = ["srun", "--overlap", "--unbuffered", *(f"--{key}={value}" for key, value in flags.items()), *_COMMAND]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_BINDING)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THIS_STEP)}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,

@@ -24,7 +24,7 @@ from llama_core.errors import RankFailedError, TrainingInfraError
 from llama_core.launch.jobs.evaluation_jobs import Evaluations, evaluations_of
 from llama_core.launch.jobs.handle import EVALUATOR
 from llama_core.machine.detect import detect_machine
-from llama_core.planning.evaluation import evaluation_plan
+from llama_core.planning.evaluation_plan import evaluation_plan
 from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import (

@@ -30,7 +30,8 @@ from llama_core.models.pretrained import (
     refuse_damaged_base,
     saved_run,
 )
-from llama_core.planning.evaluation import dividing, weight_bytes
+from llama_core.planning.evaluation import weight_bytes
+from llama_core.planning.evaluation_plan import dividing
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.units import divisors, format_bytes

@@ -30,7 +30,7 @@ from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.generation_config import generation_config
 from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
-from llama_core.planning.evaluation import evaluating_device, evaluation_plan
+from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import data_digests, newest_checkpoint
 from llama_core.records.data_changes import allow_data_change as record_allowed_change

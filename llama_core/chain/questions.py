@@ -15,7 +15,7 @@ from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
-from llama_core.planning.evaluation import EvaluationPlan, shared_plan
+from llama_core.planning.evaluation_plan import EvaluationPlan, shared_plan
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory

@@ -28,7 +28,7 @@ from llama_core.launch.scheduler import (
     job_status,
     largest_node_bytes,
 )
-from llama_core.planning.evaluation import evaluation_plan
+from llama_core.planning.evaluation_plan import evaluation_plan
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.units import GIB, MIB

@@ -11,7 +11,8 @@ from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.batched_generation import generate_rows
 from llama_core.models.scoring import Continuation, log_likelihoods
-from llama_core.planning.evaluation import Forward, evaluation_bytes, evaluation_plan
+from llama_core.planning.evaluation import Forward, evaluation_bytes
+from llama_core.planning.evaluation_plan import evaluation_plan
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.training.evaluation import losses_of_rows

@@ -60,7 +60,7 @@ def has_begun(run, attempt):
 def test_every_checkpoint_is_evaluated_though_one_evaluation_is_killed(train):
     alone = train("alone")
     assert alone.wait().status == "finished"
-    handle = train("evaluated", tp=2)
+    handle = train("evaluated", pp=2, nodes=2)
     run = handle.run
     first = run.checkpoints / checkpoint_name(200)
     attempt = eventually(lambda: first.exists() and read_attempt(run, first))
@@ -77,7 +77,7 @@ def test_every_checkpoint_is_evaluated_though_one_evaluation_is_killed(train):
     # the checkpoint is gone if its second evaluation ended before training did
     assert json.loads((run.evaluations / "jobs" / f"{first.name}.json").read_text())["attempt"] == 2
     logs = [log.read_text() for log in run.evaluations.rglob("*_log.out")]
-    assert sum("on 2 cpu processes (tp=2)" in log for log in logs) >= len(scores)
+    assert sum("on 2 cpu processes (pp=2)" in log for log in logs) >= len(scores)
     asked = load_config(run).evaluation
     (of_one,) = evaluate(run.path, asked.data, steps=STEPS, num_sequences=asked.sequences, devices=Devices("cpu"))
     assert scores[-1].value == pytest.approx(of_one.rows.mean, rel=1e-6)

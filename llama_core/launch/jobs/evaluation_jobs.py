@@ -25,13 +25,8 @@ from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import job_status
-from llama_core.planning.evaluation import (
-    EvaluationPlan,
-    Forward,
-    evaluating_device,
-    evaluation_bytes,
-    evaluation_plan,
-)
+from llama_core.planning.evaluation import Forward, evaluation_bytes
+from llama_core.planning.evaluation_plan import EvaluationPlan, evaluating_device, evaluation_plan
 from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
 from llama_core.planning.program.operations import itemsize_of
 from llama_core.records.directory import RunDirectory

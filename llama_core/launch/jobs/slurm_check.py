@@ -7,7 +7,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError, did_you_mean
 from llama_core.launch.jobs.slurm_request import of_an_evaluation, refusal
 from llama_core.machine.validate import Findings
-from llama_core.planning.evaluation import evaluating_device, evaluation_plan
+from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 

@@ -15,7 +15,7 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
-from llama_core.planning.evaluation import EvaluationPlan, evaluating_device
+from llama_core.planning.evaluation_plan import EvaluationPlan, evaluating_device
 from llama_core.units import MIB
 
 _CHECKED = (
