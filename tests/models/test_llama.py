@@ -7,11 +7,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from whole_logits import logits_of_documents
 
 from llama_core.config.models import model_names, model_spec
+from llama_core.config.strategy import LoRA, MoE
 from llama_core.models.batch import Batch
-from llama_core.models.llama import Llama, build_llama, initialize_parameter, initialize_weights
+from llama_core.models.llama import Llama, build_llama, initialize_parameter, initialize_weights, with_adapters
 
 TIED = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=3, head_dim=16, ffn_size=96, vocab_size=256)
 UNTIED = replace(TIED, tied_embeddings=False)
+ADAPTED_TABLES = replace(UNTIED, lora=LoRA(target_modules=("q_proj", "embed_tokens", "lm_head")))
 
 
 def build(spec, seed=0, compute_dtype=torch.float32):
@@ -120,6 +122,14 @@ def test_the_parts_of_a_model_in_turn_match_the_whole(spec):
         last(stream, batch, layers=range(cut, spec.num_layers)), whole(tokens, batch), rtol=0, atol=0
     )
     assert {*first.state_dict(), *last.state_dict()} == {*whole.state_dict()}
+
+
+@pytest.mark.parametrize("spec", [TIED, UNTIED, replace(TIED, moe=MoE(num_experts=4)), ADAPTED_TABLES])
+def test_a_part_has_as_many_parameters_as_the_spec_states(spec):
+    for layers in (range(1), range(1, 2), range(1, 3), range(3)):
+        with torch.device("meta"):
+            part = with_adapters(Llama(spec, layers=layers))
+        assert sum(parameter.numel() for parameter in part.parameters()) == spec.num_parameters_of(layers)
 
 
 def test_initial_weights_have_the_stated_moments_and_cut():
