@@ -24,6 +24,8 @@ _PATIENCE_SECONDS = 5.0
 _SRUN_SAYS = "srun: error: "
 _OF_THIS_STEP = ("SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_MEM_")
 """Beginnings of the variables by which the ranks would get the cores and the memory of this process's step."""
+_OF_OTHER_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+"""Beginnings of the variables of training's ranks, if one of them has submitted the job."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def _started_on_nodes(num_ranks: int, num_nodes: int) -> Iterator[Sequence[_Part
         "kill-on-bad-exit": 1,
     }
     command = ["srun", "--overlap", "--unbuffered", *(f"--{key}={value}" for key, value in flags.items()), *_COMMAND]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THIS_STEP)}
+    inherited = (*_OF_THIS_STEP, *_OF_OTHER_RANKS)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
