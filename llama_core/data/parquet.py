@@ -26,7 +26,7 @@ def parquet_records(file: SourceFile, names: FieldNames, content: Digest | None)
     if content is not None:  # the columns are not read in order
         take_all(file, content)
     try:
-        with file.path.open("rb") as handle, pq.ParquetFile(handle) as table:
+        with _mapped(file.path) as source, pq.ParquetFile(source) as table:
             columns = _columns(file, table.schema_arrow, names)
             number = 0
             num_rows = table.metadata.num_rows

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from uuid import uuid4
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
@@ -23,6 +23,9 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from llama_core.errors import RunDirectoryError, as_clause
 from llama_core.redaction import redacted_values
 from llama_core.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 SCHEMA_VERSION = 1
 MOST_BYTES = 64 * MIB
@@ -212,6 +215,19 @@ def read_file(path: Path, below: Path | None = None, most_bytes: int = MOST_BYTE
     if len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
     return bytes(content)
+
+
+def arrow_reader(content: bytes) -> "pa.BufferReader":
+    """Return a reader of a copy of ``content`` in Arrow's own memory.
+
+    One of Arrow's threads may be the last to let go of what was read. With Python's memory it takes the interpreter's
+    lock for that, and if the interpreter is ending by then, that aborts the process.
+    """
+    import pyarrow as pa
+
+    copy = pa.BufferOutputStream()
+    copy.write(content)
+    return pa.BufferReader(copy.getvalue())
 
 
 def size_of(path: Path, below: Path | None = None) -> int:

@@ -21,6 +21,7 @@ from llama_core.records.files import (
     DAMAGE,
     MOST_BYTES_OF_LINES,
     append_lines,
+    arrow_reader,
     atomic_write,
     checked_record,
     damaged,
@@ -205,7 +206,7 @@ def _read_part(run: RunDirectory, path: Path) -> "pa.Table":
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        return pq.read_table(pa.BufferReader(content), schema=_metrics_schema())
+        return pq.read_table(arrow_reader(content), schema=_metrics_schema())
     except (OSError, pa.ArrowException, *DAMAGE) as error:
         raise damaged(path, error) from None
 

@@ -17,7 +17,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import DAMAGE, atomic_write, by_dotted_key, read_file, read_json, user_path
+from llama_core.records.files import DAMAGE, arrow_reader, atomic_write, by_dotted_key, read_file, read_json, user_path
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.objective import UNTIMED
 
@@ -173,7 +173,7 @@ def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, wit
         if path.name == without:
             continue
         try:
-            rows = pq.read_table(pa.BufferReader(read_file(path)), filters=wanted).to_pylist()
+            rows = pq.read_table(arrow_reader(read_file(path)), filters=wanted).to_pylist()
             results += [_parsed(row) for row in rows]
         except (OSError, pa.ArrowException, *DAMAGE) as error:
             say("warning", f"{path} is left out of the comparison: {' '.join(str(error).split())}")
