@@ -113,21 +113,22 @@ class _Stage:
     def forward(self, tokens_BS: Tensor, batch: Batch) -> Tensor:
         """Return what ``Llama.forward`` returns of the whole model, in host memory."""
         num_parts = 1 if self._model.continues_rows else PARTS_PER_STAGE * self._mesh.plan.pp
-        streams = []
-        leaving: dist.Work | None = None
-        for part in batch.split(-(-len(tokens_BS) // num_parts)):
-            inputs = part.tokens_BS if self._rank == 0 else self._receive(part.tokens_BS)
-            stream_BSD = self._model.run_layers(inputs, part, self._layers)
-            if self._is_last:
-                streams.append(stream_BSD)
-                continue
-            if leaving is not None:
-                leaving.wait()  # at most one waits to be received
-            leaving = self._mesh.send_to_stage(stream_BSD.contiguous(), self._rank + 1)
-        result = self._finish(torch.cat(streams), batch) if self._is_last else None
-        if leaving is not None:
-            leaving.wait()
-        return self._share(result)
+        parts = batch.split(-(-len(tokens_BS) // num_parts))
+        if self._is_last:
+            streams = [self._run(part) for part in parts]
+            return self._share(self._finish(torch.cat(streams), batch))
+        leaving: list[tuple[dist.Work, Tensor]] = []  # with the tensors, which have to be kept until they are sent
+        for part in parts:
+            stream_BSD = self._run(part).contiguous()
+            leaving.append((self._mesh.send_to_stage(stream_BSD, self._rank + 1), stream_BSD))
+        for work, _ in leaving:
+            work.wait()
+        return self._share(None)
+
+    def _run(self, part: Batch) -> Tensor:
+        """Return the residual stream after this rank's layers."""
+        inputs = part.tokens_BS if self._rank == 0 else self._receive(part.tokens_BS)
+        return self._model.run_layers(inputs, part, self._layers)
 
     def _receive(self, tokens_BS: Tensor) -> Tensor:
         """Return the residual stream of some tokens, from the stage before."""

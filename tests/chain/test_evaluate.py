@@ -210,6 +210,7 @@ def test_the_command_shares_held_out_rows_among_processes(trained, capsys):
     ("arguments", "message"),
     [
         (["--gpus", "3", "--tensor-parallel", "3"], "tp=3 does not divide the 2 key/value heads"),
+        (["--device", "cpu", "--gpus", "2", "--nodes", "2"], "this is no job of Slurm; run it inside salloc --nodes=2"),
         (["--data", "a/docs", "b/docs"], "--data has two sets called docs; name them: --data first=a/docs second="),
         (["--data", "wiki="], "--data wiki=: no path after the name; give wiki=PATH"),
         (["--step", "newest"], "--step newest: give the step of a checkpoint, best or all"),
