@@ -28,7 +28,7 @@ UNTIED = replace(
     model_spec("llama3_8b"),
     name="test",
     hidden_size=32,
-    num_layers=8,
+    num_layers=4,
     num_heads=4,
     num_kv_heads=2,
     head_dim=8,
