@@ -18,7 +18,8 @@ JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
 # Test processes share the cores, so each of them and its children use one thread. The tests of an xdist_group run in one
 # process, so that their module starts its servers once.
 PROCESSES = $(JOBS)
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=10
+# Their children read the bytecode of the engine, whatever the caller has PYTHONDONTWRITEBYTECODE set to.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=10
 # Every package has one version, also where pip builds one, which options of pip do not reach. `CONSTRAINTS=` lets pip
 # choose. A torch of another CUDA is the same version: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126
 CONSTRAINTS ?= constraints.txt

@@ -11,7 +11,7 @@ from hypothesis import is_hypothesis_test, settings
 # What is not a folder here may be a repository, and no test asks the Hub itself for one; see toy_hub.py.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # No test asserts a wall-clock time, not even Hypothesis' own, and none depends on draws of an earlier run.
-settings.register_profile("same draws", deadline=None, database=None, derandomize=True, max_examples=30)
+settings.register_profile("same draws", deadline=None, database=None, derandomize=True, max_examples=15)
 settings.register_profile("new draws", deadline=None, database=None)
 
 WIDE_FOLDERS = {"slurm"}

@@ -23,7 +23,12 @@ from llama_core.schedules.actions import Action
 from llama_core.units import MIB
 
 SAMPLES_PER_SECOND = 100
-"""How often a ``MemoryMeter`` on the CPU looks at what is alive; a reading takes some microseconds."""
+"""How often a ``MemoryMeter`` on the CPU looks at what is alive; a reading takes some microseconds.
+
+In a heap with many free pieces it takes milliseconds, in which no other thread can allocate, so it happens less often.
+"""
+SHARE_OF_SAMPLES = 0.02
+"""Most of the time that is spent on looking."""
 PRODUCT_SIDE = 1024
 """Rows and columns of the matrices that ``product_rate`` multiplies."""
 _STATUS = Path("/proc/self/status")
@@ -45,9 +50,9 @@ class MemoryMeter:
     """The memory that is alive, and the memory taken from the device or the machine for it.
 
     On CUDA both are counts of torch's allocator. On the CPU, what is alive is what the C library has handed out and not
-    got back, tensors among it; a thread reads it ``SAMPLES_PER_SECOND`` times a second. What is taken is the process's
-    resident set, whose peak the kernel records (``VmHWM``) and ``reset_peak`` resets. Where the C library does not
-    tell, what is taken counts as alive.
+    got back, tensors among it; a thread reads it ``SAMPLES_PER_SECOND`` times a second, or less often where that would
+    take more than ``SHARE_OF_SAMPLES`` of the time. What is taken is the process's resident set, whose peak the kernel
+    records (``VmHWM``) and ``reset_peak`` resets. Where the C library does not tell, what is taken counts as alive.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,9 +130,11 @@ def _heap_reader() -> Callable[[], int] | None:
 def _sample(meter: "weakref.ref[MemoryMeter]") -> None:
     """Read a meter until it is gone."""
     while (read := meter()) is not None:
+        began = time.thread_time()  # without the time in which other threads run
         read.allocated()
+        taken = time.thread_time() - began
         del read
-        time.sleep(1 / SAMPLES_PER_SECOND)
+        time.sleep(max(1 / SAMPLES_PER_SECOND, taken / SHARE_OF_SAMPLES))
 
 
 class StepClock:

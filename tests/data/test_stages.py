@@ -229,7 +229,7 @@ def losses_under(plan):
     later = {"wiki": 10, "code": 30, "math": 60}
     stages = [Stage(2, 0, 0, 3, 24, later, 8), Stage(3, 0, 0, 6, 48, later, 4, other_len=32)]
     stream = BatchStream(Mixture(rows, THREE_DOMAINS, stages), 8, 0, plan.dp_rank(own_rank()), plan.dp)
-    spec = replace(UNTIED, num_layers=4, vocab_size=512)
+    spec = replace(UNTIED, num_layers=2, vocab_size=512)
     engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64)
     losses = []
     for step in range(9):

@@ -115,7 +115,7 @@ asked = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     st.sampled_from([("llama3_8b", "h100"), ("llama2_7b", "a100_40gb"), ("tiny_llama3_150m", "rtx4090")]),
     st.sampled_from([4, 8, 16]),

@@ -118,7 +118,7 @@ def test_the_optimizer_holds_sixteen_bytes_per_parameter_and_no_temporaries():
 
 
 def test_the_flops_are_the_closed_form_plus_the_scores_that_flash_attention_recomputes():
-    config = request("tiny_llama3_50m", *shape(2))
+    config = request("tiny_llama3_50m", "architecture.num_layers=2", *shape(2))
     tokens, spec = 2 * 2048, config.spec
     scores_again = 2 * spec.num_layers * spec.q_size * 2048
     expected = tokens * (flops_per_token(spec, 2048) + scores_again)
@@ -251,6 +251,7 @@ PRECISE = ("training.precision=fp32", "data.document_mask=true")
 HALF = ("training.precision=bf16", "data.document_mask=false")
 KERNEL = ("training.precision=bf16", "data.document_mask=true", "launch.device=cuda")
 CUDA = (*HALF, "launch.device=cuda")
+TWO_LAYERS = (*HALF, "architecture.num_layers=2")
 NARROW = ("cp2", "zero2", "interleaved", "1f1b partly full", "tp2 1f1b zero3")
 CASES = [
     *(("medium", HALF, name) for name in NARROW),
@@ -352,13 +353,15 @@ def test_the_rank_that_is_rehearsed_by_default_is_the_fullest(model, plan):
     ids=ParallelPlan.summary,
 )
 def test_all_ranks_together_compute_as_much_as_one_device(plan):
-    config = medium()
+    config = medium(overrides=TWO_LAYERS)
     alone = rehearse(config, ParallelPlan(num_microbatches=plan.batch_size)).flops
     assert sum(rehearse(config, plan, rank).flops for rank in range(plan.world_size)) == alone
 
 
 def test_a_ring_skips_the_scores_of_blocks_that_no_query_sees():
-    config, spec, tokens = medium(), MEDIUM, MEDIUM.default_seq_len
+    config = medium(overrides=TWO_LAYERS)
+    spec = config.spec
+    tokens = config.seq_len
     alone, ring = (
         sum(rehearse(config, plan, rank).flops for rank in range(plan.world_size))
         for plan in (ParallelPlan(), ParallelPlan(cp=2))
@@ -384,7 +387,7 @@ def test_the_last_rank_counts_its_queries_against_whole_documents_too():
     ids=str,
 )
 def test_ranks_differ_only_by_their_place_in_the_pipeline(plan, tolerance):
-    config, ranks_per_stage = medium(), plan.world_size // plan.pp
+    config, ranks_per_stage = medium(overrides=TWO_LAYERS), plan.world_size // plan.pp
     for stand_in in rehearse(config, plan).ranks:
         furthest = rehearse(config, plan, stand_in.rank + ranks_per_stage - 1).ranks[0]  # on every other axis
         assert furthest.profile.peak_bytes == pytest.approx(stand_in.profile.peak_bytes, rel=tolerance, abs=0)
@@ -402,7 +405,7 @@ def test_the_result_lists_every_rank_and_names_the_fullest_and_the_leanest():
 
 
 def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
-    config, plan = request("untied"), pipeline("1f1b", pp=4, num_microbatches=6)
+    config, plan = request("untied", "architecture.num_layers=4"), pipeline("1f1b", pp=4, num_microbatches=5)
     for rank in rehearse(config, plan).ranks:
         assert replace(rank, idle_share=None) == rehearse(config, plan, rank.rank).ranks[0]
 
@@ -444,7 +447,7 @@ def test_the_rehearsed_traffic_matches_the_arithmetic(model, plan, overrides):
         assert counted == expected
 
 
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 4), (4, 8)])
+@pytest.mark.parametrize(("pp", "num_microbatches"), [wide(2, 4), (4, 8)])
 def test_equal_stages_wait_as_long_as_the_closed_form_of_1f1b_says(pp, num_microbatches):
     config = request("even")
     result = rehearse(config, pipeline("1f1b", pp=pp, num_microbatches=num_microbatches))
@@ -479,11 +482,11 @@ def test_a_rehearsal_leaves_no_process_group_and_no_hook_behind():
 
 
 def test_plans_over_equal_meshes_can_be_rehearsed_one_after_another():
-    config = medium()
+    config = medium(overrides=TWO_LAYERS)
     rehearse(config, zero(3, tp=2, dp_shard=2), rank=3)
     rehearse(config, ParallelPlan(tp=4), rank=2)
     held = rehearse(config, zero(2, tp=2, dp_shard=2), rank=0).profile.state_bytes
-    assert held == pytest.approx(4 * MEDIUM.num_parameters, rel=0.01)
+    assert held == pytest.approx(4 * config.spec.num_parameters, rel=0.01)
 
 
 def test_a_rank_that_the_plan_does_not_have_is_refused():

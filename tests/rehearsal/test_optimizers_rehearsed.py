@@ -33,7 +33,7 @@ def toys(monkeypatch):
         monkeypatch.setitem(OPTIMIZERS, kind.name, kind)
 
 
-def request(optimizer, plan, moments="fp32", **sections):
+def request(optimizer, plan, moments="fp32", architecture=(), **sections):
     training = {
         "optimizer": optimizer,
         "moments": moments,
@@ -41,7 +41,8 @@ def request(optimizer, plan, moments="fp32", **sections):
         "seq_len": 256,
         "batch_size": plan.batch_size,
     }
-    return RunConfig.from_mapping({"model": "tiny_llama3_50m", "training": training} | sections)
+    model = {"model": "tiny_llama3_50m", "architecture": {"num_layers": 4} | dict(architecture)}
+    return RunConfig.from_mapping(model | {"training": training} | sections)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

@@ -1,10 +1,12 @@
 from contextlib import nullcontext
 from itertools import count
 from threading import Event as Signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from llama_core.training import measure
 from llama_core.training.measure import MemoryMeter, StepClock, time_steps
 
 
@@ -122,3 +124,13 @@ def test_on_a_cpu_what_is_freed_is_not_alive_but_was_the_peak(monkeypatch):
     assert meter.reserved() >= size
     meter.reset_peak()
     assert meter.peak() < before + slack
+
+
+def test_a_reading_that_takes_long_happens_less_often(monkeypatch):
+    """One of 25 ms, as in a heap with many free pieces, and one of 10 microseconds."""
+    times = iter([0.0, 0.025, 1.0, 1.00001])
+    slept = []
+    monkeypatch.setattr(measure, "time", SimpleNamespace(thread_time=times.__next__, sleep=slept.append))
+    meter = SimpleNamespace(allocated=lambda: 0)
+    measure._sample(iter([meter, meter, None]).__next__)
+    assert slept == pytest.approx([0.025 / measure.SHARE_OF_SAMPLES, 1 / measure.SAMPLES_PER_SECOND])

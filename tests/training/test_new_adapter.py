@@ -1,6 +1,7 @@
 """An adapter that is a row, a module and its operations trains, and is resumed and merged, on one rank or two."""
 
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from io import StringIO
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from toy_adapter import FACTORS
-from width import cases
+from width import wide
 
 from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.chain.export import export_run
@@ -31,6 +32,7 @@ PLANS = {
     "tp2": ParallelPlan(tp=2, microbatch_size=ROWS),
     "zero3": ParallelPlan(dp_shard=2, zero_stage=3, microbatch_size=ROWS // 2),
 }
+pytestmark = pytest.mark.xdist_group("kinds of adapters")  # so that each is trained once
 METHODS = [*sorted(ADAPTERS.keys() - {DEFAULT_ADAPTER}), FACTORS.name]
 
 
@@ -86,10 +88,26 @@ def _whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().numpy()
 
 
-def train_under(path, method, plan, steps):
-    if plan.world_size == 1:
-        return train(path, method, plan, steps)
-    return run_ranks(plan.world_size, train, path, method, plan, steps)[0]
+def train_twice(path, method, plan):
+    """Train a run that nothing disturbs and one that is resumed, and return every weight of each by name."""
+    undisturbed = train(path / "undisturbed", method, plan, 6)
+    train(path / "resumed", method, plan, 3)
+    return undisturbed, train(path / "resumed", method, plan, 6)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a function that gives the folder and the weights of ``train_twice`` under a plan, trained once."""
+
+    @cache
+    def of(method, name):
+        path = tmp_path_factory.mktemp(f"{method}-{name}")
+        plan = PLANS[name]
+        if plan.world_size == 1:
+            return path, *train_twice(path, method, plan)
+        return path, *run_ranks(plan.world_size, train_twice, path, method, plan)[0]
+
+    return of
 
 
 def losses_of(path):
@@ -97,34 +115,28 @@ def losses_of(path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2"}))
-def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, method, tmp_path):
-    undisturbed = train_under(tmp_path / "undisturbed", method, plan, 6)
-    train_under(tmp_path / "resumed", method, plan, 3)
-    resumed = train_under(tmp_path / "resumed", method, plan, 6)
-    losses = losses_of(tmp_path / "undisturbed")
+@pytest.mark.parametrize("name", ["tp2", wide("alone"), wide("zero3")])
+def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(trained, name, method):
+    path, undisturbed, resumed = trained(method, name)
+    losses = losses_of(path / "undisturbed")
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
-    assert losses_of(tmp_path / "resumed") == losses
+    assert losses_of(path / "resumed") == losses
     assert undisturbed.keys() == resumed.keys()
-    for name, weight in undisturbed.items():
-        assert np.array_equal(resumed[name], weight), name
+    for weight, value in undisturbed.items():
+        assert np.array_equal(resumed[weight], value), weight
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run of each kind of adapter, trained under tensor parallelism."""
-    runs = {}
-    for method in METHODS:
-        path = tmp_path_factory.mktemp("trained") / method
-        train_under(path, method, PLANS["tp2"], 3)
-        runs[method] = RunDirectory(path)
-    return runs
+@pytest.fixture
+def run(trained, method):
+    """A run of a kind of adapter, trained under tensor parallelism."""
+    path, *_ = trained(method, "tp2")
+    return RunDirectory(path / "resumed")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_checkpoint_holds_the_weights_of_the_rows_with_their_states_and_nothing_else(trained, method):
-    metadata = FileSystemReader(newest_checkpoint(trained[method])).read_metadata().state_dict_metadata
+def test_a_checkpoint_holds_the_weights_of_the_rows_with_their_states_and_nothing_else(run, method):
+    metadata = FileSystemReader(newest_checkpoint(run)).read_metadata().state_dict_metadata
     shapes = {
         name.removeprefix("model."): tuple(entry.size)
         for name, entry in metadata.items()
@@ -134,9 +146,8 @@ def test_a_checkpoint_holds_the_weights_of_the_rows_with_their_states_and_nothin
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_merged_weights_compute_what_was_trained(trained, method, tmp_path):
+def test_merged_weights_compute_what_was_trained(run, method, tmp_path):
     spec = config_of(method).spec
-    run = trained[method]
     expected = filled(spec, newest_checkpoint(run))
     plain = config_of(method).with_overrides("strategy=standard", "lora={}").spec
     merged = filled(plain, export_run(run, tmp_path / "merged", merged=True))

@@ -77,10 +77,18 @@ def _whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone().numpy()
 
 
-def train_under(path, plan, steps, *optimizer):
+def under(plan, function, *arguments):
+    """Return what a function returns here, or on the first rank of a plan of several."""
     if plan.world_size == 1:
-        return train(path, plan, steps, *optimizer)
-    return run_ranks(plan.world_size, train, path, plan, steps, *optimizer)[0]
+        return function(*arguments)
+    return run_ranks(plan.world_size, function, *arguments)[0]
+
+
+def train_twice(path, plan, *optimizer):
+    """Train a run that nothing disturbs and one that is resumed, and return what ``train`` does of each."""
+    undisturbed = train(path / "undisturbed", plan, 6, *optimizer)
+    train(path / "resumed", plan, 3, *optimizer)
+    return undisturbed, train(path / "resumed", plan, 6, *optimizer)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +111,7 @@ def train_under(path, plan, steps, *optimizer):
     ],
 )
 def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, optimizer, states, tmp_path):
-    undisturbed = train_under(tmp_path / "undisturbed", plan, 6, *optimizer)
-    train_under(tmp_path / "resumed", plan, 3, *optimizer)
-    resumed = train_under(tmp_path / "resumed", plan, 6, *optimizer)
+    undisturbed, resumed = under(plan, train_twice, tmp_path, plan, *optimizer)
     losses, again = (
         read_metrics(RunDirectory(tmp_path / name)).column("loss").to_pylist() for name in ("undisturbed", "resumed")
     )
@@ -128,10 +134,14 @@ def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, optimizer
     ids=lambda plan: f"{plan.zero_backend}-{plan.zero_stage}-{plan.offload}",
 )
 def test_ranks_that_shard_the_states_learn_what_one_learns_also_when_resumed(plan, tmp_path):
-    run_ranks(2, losses_of, tmp_path / "two", plan, 4)
-    losses = run_ranks(2, losses_of, tmp_path / "two", plan, 6)[0]
+    losses, _ = run_ranks(2, losses_of_a_resumed_run, tmp_path / "two", plan)
     # in another order, sums of fp32 differ in their last bits, which decide some signs
     assert losses == pytest.approx(losses_of(tmp_path / "one", ALONE, 6), rel=1e-3)
+
+
+def losses_of_a_resumed_run(path, plan):
+    losses_of(path, plan, 4)
+    return losses_of(path, plan, 6)
 
 
 def losses_of(path, plan, steps):
@@ -153,9 +163,9 @@ def losses_of(path, plan, steps):
     ids=["muon", "adamw-bf16"],
 )
 def test_a_run_goes_on_under_another_plan(optimizer, rtol, atol, tmp_path):
-    undisturbed = train_under(tmp_path / "undisturbed", ALONE, 6, *optimizer)
-    train_under(tmp_path / "moved", SHARDED, 3, *optimizer)
-    moved = train_under(tmp_path / "moved", ALONE, 6, *optimizer)
+    undisturbed = train(tmp_path / "undisturbed", ALONE, 6, *optimizer)
+    under(SHARDED, train, tmp_path / "moved", SHARDED, 3, *optimizer)
+    moved = train(tmp_path / "moved", ALONE, 6, *optimizer)
     assert undisturbed.keys() == moved.keys()
     for name, tensor in undisturbed.items():
         np.testing.assert_allclose(moved[name], tensor, rtol=rtol, atol=atol, err_msg=name)

@@ -15,7 +15,7 @@ from llama_core.training.engine import NativeEngine, train_step
 from llama_core.training.optimizer import build_optimizer
 
 WIDTH, DEPTH = 4.0, 2.0
-BASE = BaseShape(width=8, depth=4)
+BASE = BaseShape(width=8, depth=2)
 """What ``UNTIED`` and ``TIED`` have ``WIDTH`` times the width and ``DEPTH`` times the depth of."""
 CHOICES = {"epsilon": 1e-4, "weight_decay": 0.5, "max_grad_norm": 1e9}
 """An epsilon and a decay that matter, and no clipping, which goes by the gradients of the weights as they are."""
@@ -106,9 +106,9 @@ def test_initial_values_are_those_of_the_base_over_the_root_of_the_width():
         "output.weight": 1 / WIDTH,
         "layers.0.attention_norm.weight": 1.0,
         "layers.0.attention.wq.weight": WIDTH**-0.5,
-        "layers.7.attention.wo.weight": (WIDTH * DEPTH) ** -0.5,
-        "layers.7.feed_forward.w2.weight": (WIDTH * DEPTH) ** -0.5,
-        "layers.3.feed_forward.w1.weight": WIDTH**-0.5,
+        "layers.3.attention.wo.weight": (WIDTH * DEPTH) ** -0.5,
+        "layers.3.feed_forward.w2.weight": (WIDTH * DEPTH) ** -0.5,
+        "layers.2.feed_forward.w1.weight": WIDTH**-0.5,
     }
     for name, factor in whole_layers.items():
         torch.testing.assert_close(wide[name], factor * usual[name])
