@@ -38,7 +38,7 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not wide and not fault" $(PYTEST_ARGS)
 
-# tests with Slurm and Prefect mostly wait
+# one process runs all tests with Slurm, and mostly waits
 test-wide: PROCESSES = $(shell echo $$(($(JOBS) + 1)))
 test-wide: SEED = $(shell shuf -i 1-999999999 -n 1)
 test-wide: $(VENV)/installed-dev

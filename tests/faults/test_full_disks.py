@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from disks import Disks, while_stopped
-from faulty_run import PHASES, Fault, FaultyRun, Phase, where
+from faulty_run import PHASES, WIDE, Fault, FaultyRun, Phase, where
 
 from llama_core.chain.diagnosis import diagnose
 from llama_core.launch.attempts import log_path
@@ -87,7 +87,7 @@ def cells(table, fault):
 
 
 def also_wide(name):
-    return [pytest.mark.wide] if name in ALSO_WIDE else []
+    return WIDE if name in ALSO_WIDE else []
 
 
 def ends_in_one_line(outcome, reason):

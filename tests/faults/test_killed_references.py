@@ -5,6 +5,8 @@ import json
 import pytest
 from faulty_run import PHASES, Fault, FaultyRun, Phase, where
 
+pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("references")]
+
 IN_THE_PASS = {
     "reference: between two batches": Phase(
         "llama_core.parallel.apply", "ParallelModel.log_probabilities_of_answers", after=True
@@ -46,7 +48,6 @@ def undisturbed_on_pairs(tmp_path_factory, pairs, token_cache):
     return run
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("phase", "step", "goes_on"), CELLS)
 def test_a_run_on_preferences_that_is_killed_goes_on_with_the_reference_of_its_beginning(
     phase, step, goes_on, undisturbed_on_pairs, pairs, tmp_path, token_cache, promise, monkeypatch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from disks import needs, while_stopped
-from faulty_run import NUM_RANKS, Fault, FaultyRun, where
+from faulty_run import NUM_RANKS, WIDE, Fault, FaultyRun, where
 
 from llama_core.chain.diagnosis import diagnose
 from llama_core.launch.jobs import submission
@@ -45,7 +45,7 @@ def hosts():
     "moment",
     [
         pytest.param(moment, marks=[pytest.mark.fault("the link is cut", phase=moment), *also], id=moment)
-        for moment, also in {"forward": [pytest.mark.wide], "checkpoint: writing": []}.items()
+        for moment, also in {"forward": WIDE, "checkpoint: writing": []}.items()
     ],
 )
 def test_ranks_that_cannot_reach_each_other_end_and_go_on_once_they_can(

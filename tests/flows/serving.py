@@ -1,6 +1,5 @@
 """``make serve`` in a copy of the checkout with its own Prefect home, and a second terminal."""
 
-import json
 import os
 import re
 import shutil
@@ -59,7 +58,7 @@ class Serving:
         until(lambda: "\nnext " in self.log_file.read_text() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log_file.read_text()
         self.auth_string = tomllib.loads((self.checkout / "prefect.toml").read_text())["api"]["auth_string"]
-        self.owner = httpx.Client(base_url=self.url, auth=tuple(self.auth_string.split(":")))
+        self.owner = httpx.Client(base_url=self.url, auth=tuple(self.auth_string.split(":")), timeout=60)
 
     def stop(self):
         self.process.send_signal(signal.SIGINT)
@@ -72,12 +71,16 @@ class Serving:
             command, cwd=self.checkout, env=self.other_terminal, capture_output=True, text=True, check=False
         )
 
-    def run(self, config, *parameters):
-        """Start a flow run of a configuration; return its id."""
-        return self.deploy("train/tiny_llama3_50m", f"config={json.dumps(config)}", *parameters)
+    def run(self, config, **parameters):
+        """Start a flow run of a configuration as the server's pages do, quicker than a command; return its id."""
+        deployment = self.owner.get("/deployments/name/train/tiny_llama3_50m").json()["id"]
+        request = {"parameters": {"config": config} | parameters}
+        answer = self.owner.post(f"/deployments/{deployment}/create_flow_run", json=request)
+        assert answer.is_success, answer.text
+        return answer.json()["id"]
 
     def deploy(self, deployment, *parameters):
-        """Start a flow run of a deployment; return its id."""
+        """Start a flow run of a deployment from the terminal; return its id."""
         words = [word for parameter in parameters for word in ("-p", parameter)]
         told = self.prefect("deployment", "run", deployment, *words)
         assert told.returncode == 0, told.stdout + told.stderr

@@ -1,8 +1,10 @@
 """``make serve`` as people use it: runs from another terminal, killed, cancelled and refused runs, and shutdown."""
 
+import json
+
 import httpx
 import pytest
-from serving import SECRET, Serving, slowed, until
+from serving import ROOT, SECRET, Serving, slowed, until
 
 from llama_core.launch.jobs import submission
 from llama_core.launch.outcome import read_outcome
@@ -43,7 +45,7 @@ def serving(tmp_path_factory):
 def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving):
     (worker,) = serving.processes("worker")
     assert worker.environ()["WANDB_API_KEY"] == SECRET
-    flow_run = serving.run(TINY)
+    flow_run = serving.deploy("train/tiny_llama3_50m", f"config={json.dumps(TINY)}")
     assert serving.end(flow_run) == "Completed"
     run = serving.followed(flow_run)
     assert run.report.exists()
@@ -54,6 +56,11 @@ def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving)
     password = serving.auth_string.encode()
     assert [path for path in written if password in path.read_bytes()] == []
     assert (serving.checkout / "prefect.toml").stat().st_mode & 0o077 == 0
+
+
+def test_every_deployment_is_made(serving):
+    made = {one["name"] for one in serving.owner.post("/deployments/filter", json={}).json()}
+    assert made >= {path.stem for path in (ROOT / "configs").glob("*ll*.yaml")}
 
 
 def test_a_flow_run_can_be_cancelled_without_a_worker(serving):
@@ -73,7 +80,7 @@ def test_a_job_cancelled_outside_shows_as_cancelled_and_cancelling_the_next_flow
     assert serving.end(first) == "Cancelled"
     assert read_outcome(run).reason in serving.state(first)["message"]
     assert run.report.exists()
-    second = serving.run(endless(seed=2), "resume=true")
+    second = serving.run(endless(seed=2), resume=True)
     assert serving.followed(second) == run
     assert serving.prefect("flow-run", "cancel", second).returncode == 0
     assert serving.end(second) == "Cancelled"

@@ -200,26 +200,6 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
     assert run.report.exists()
 
 
-@pytest.mark.wide
-def test_every_deployment_can_be_made(prefect):
-    """Uses a server started for this command, and makes the pool first, as the documentation says."""
-    program = (
-        "import subprocess, sys\n"
-        "from prefect.server.api.server import SubprocessASGIServer\n"
-        "import os\n"
-        "with SubprocessASGIServer() as server:\n"
-        "    environment = os.environ | {'PREFECT_API_URL': server.api_url}\n"
-        "    cli = [sys.executable, '-m', 'prefect', '--no-prompt']\n"
-        "    for command in (['work-pool', 'create', 'training', '--type', 'process'], ['deploy', '--all'],\n"
-        "                    ['deployment', 'ls']):\n"
-        "        subprocess.run([*cli, *command], env=environment, check=True)\n"
-    )
-    told = prefect(sys.executable, "-c", program)
-    assert told.returncode == 0, told.stdout + told.stderr
-    for name in (path.stem for path in (ROOT / "configs").glob("*ll*.yaml")):
-        assert f"train/{name}" in told.stdout
-
-
 def test_the_parameters_of_the_flow_make_a_form():
     form = json.dumps(train.parameters.model_dump())
     for text in ("sequences per optimizer step", "Peak learning rate", "continue the run in ``run_dir``"):

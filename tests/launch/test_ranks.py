@@ -1,6 +1,8 @@
 """Real runs of several ranks through the launcher, and how they end when a rank fails."""
 
 import re
+import shutil
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -15,10 +17,18 @@ from llama_core.records.metrics import read_metrics
 from llama_core.records.profiles import read_profiles
 from llama_core.records.timelines import read_lanes
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("ranks")]
 
-FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 4, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
-TRAINING = {"batch_size": 8, "seq_len": 64, "steps": 6, "precision": "fp32", "checkpoint_every": 2, "eval_sequences": 3}
+STEPS = 12
+FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
+TRAINING = {
+    "batch_size": 8,
+    "seq_len": 64,
+    "steps": STEPS,
+    "precision": "fp32",
+    "checkpoint_every": 2,
+    "eval_sequences": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +36,9 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
-def submit(cache, tmp_path):
-    """Start a run under a plan, and kill its remaining processes at the end of the test."""
+@contextmanager
+def submitting(cache, folder):
+    """Yield a function that starts a run under a plan; what is left of the runs is killed at the end."""
     handles = []
 
     def start(name, *, resume=False, launch=None, training=None, benchmark=None, **parallel):
@@ -43,13 +53,45 @@ def submit(cache, tmp_path):
                 "benchmark": {"warmup_steps": 0, "steps": 1} | (benchmark or {}),
             }
         )
-        run = prepare_run(config, tmp_path / name, resume=resume)
+        run = prepare_run(config, folder / name, resume=resume)
         handles.append(submission.submit(run, load_config(run), load_plan(run).world_size))
         return handles[-1]
 
-    yield start
-    for handle in handles:
-        handle.cancel(grace_seconds=0)
+    try:
+        yield start
+    finally:
+        for handle in handles:
+            handle.cancel(grace_seconds=0)
+
+
+@pytest.fixture
+def submit(cache, tmp_path):
+    with submitting(cache, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def submit_for_all(cache, tmp_path_factory):
+    with submitting(cache, tmp_path_factory.mktemp("runs")) as start:
+        yield start
+
+
+def finished(handle):
+    outcome = handle.wait()
+    assert (outcome.status, outcome.step) == ("finished", STEPS), outcome
+    return handle.run
+
+
+@pytest.fixture(scope="module")
+def alone(submit_for_all):
+    """The run of one process."""
+    return finished(submit_for_all("alone", gpus=1))
+
+
+@pytest.fixture(scope="module")
+def offloaded(submit_for_all):
+    """The run of one process under DeepSpeed, with its optimizer in host memory."""
+    return finished(submit_for_all("offloaded", gpus=1, zero_stage=2, zero_backend="deepspeed", offload="optimizer"))
 
 
 def worker_of(handle, rank):
@@ -90,19 +132,15 @@ def test_the_first_rank_of_every_stage_is_profiled(submit, parallel, profiled):
 ENDLESS = {"steps": 10_000, "checkpoint_every": 10_000}
 
 
-def test_four_ranks_end_with_the_losses_of_one(submit):
+def test_four_ranks_end_with_the_losses_of_one(submit, alone):
     """In fp32, where another order of summation changes a step by some 1e-7."""
-    alone = submit("alone", gpus=1)
-    assert alone.wait().status == "finished"
-    four = submit("four", gpus=4, tp=2, pp=2)
-    outcome = four.wait()
-    assert (outcome.status, outcome.step) == ("finished", 6), outcome
-    assert read_metrics(four.run).column("step").to_pylist() == [1, 2, 3, 4, 5, 6]
-    assert losses(four.run) == pytest.approx(losses(alone.run), rel=1e-5)
-    ours, theirs = read_json(four.run.training), read_json(alone.run.training)
+    four = finished(submit("four", gpus=4, tp=2, pp=2, training={"checkpoint_every": STEPS}))
+    assert read_metrics(four).column("step").to_pylist() == list(range(1, STEPS + 1))
+    assert losses(four) == pytest.approx(losses(alone), rel=1e-5)
+    ours, theirs = read_json(four.training), read_json(alone.training)
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
     assert (ours["tokens"], ours["eval_tokens"]) == (theirs["tokens"], theirs["eval_tokens"])
-    assert read_json(four.run.benchmark)["tokens_per_step"] == 8 * 64
+    assert read_json(four.benchmark)["tokens_per_step"] == 8 * 64
 
 
 def test_a_killed_rank_ends_the_others_and_is_named(submit):
@@ -130,41 +168,30 @@ def test_a_silent_rank_ends_the_run_and_is_named(submit):
 @pytest.mark.parametrize(
     ("plan", "next_plan"),
     [
-        ({"zero_stage": 3}, {"gpus": 4, "tp": 2, "zero_stage": 2}),
+        ({"zero_stage": 3}, {"gpus": 1, "zero_stage": 0}),
         ({"zero_stage": 2, "zero_backend": "deepspeed", "offload": "optimizer"}, {}),
     ],
     ids=["another plan", "the same plan with DeepSpeed"],
 )
-def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(submit, plan, next_plan):
-    steps = {"steps": 12}
-    undisturbed = submit("undisturbed", gpus=1, training=steps)
-    assert undisturbed.wait().status == "finished"
-    handle = submit("resumed", gpus=2, training=steps, **plan)
+def test_a_resumed_run_has_the_losses_of_an_undisturbed_one(submit, alone, plan, next_plan):
+    handle = submit("resumed", gpus=2, **plan)
     eventually((handle.run.checkpoints / "step-00000002").exists)
     worker_of(handle, 0).kill()
     assert handle.wait().status == "crashed"
-    again = submit("resumed", resume=True, training=steps, **({"gpus": 2} | plan | next_plan))
-    assert again.wait().status == "finished"
-    assert losses(again.run) == pytest.approx(losses(undisturbed.run), rel=1e-5)
+    again = finished(submit("resumed", resume=True, **({"gpus": 2} | plan | next_plan)))
+    assert losses(again) == pytest.approx(losses(alone), rel=1e-5)
 
 
-def test_one_process_can_offload_its_optimizer_to_host_memory(submit):
-    handle = submit("offloaded", gpus=1, zero_stage=2, zero_backend="deepspeed", offload="optimizer")
-    assert handle.wait().status == "finished"
-    alone = submit("alone", gpus=1)
-    assert alone.wait().status == "finished"
-    assert losses(handle.run) == pytest.approx(losses(alone.run), rel=1e-5)
+def test_one_process_can_offload_its_optimizer_to_host_memory(offloaded, alone):
+    assert losses(offloaded) == pytest.approx(losses(alone), rel=1e-5)
 
 
-def test_a_deepspeed_run_resumed_under_another_backend_is_refused_and_unchanged(submit):
-    training = {"steps": 2, "checkpoint_every": 2}
-    handle = submit("run", gpus=2, zero_stage=1, zero_backend="deepspeed", training=training)
-    assert handle.wait().status == "finished"
-    again = submit("run", resume=True, gpus=2, zero_stage=1, training=training)
-    outcome = again.wait()
+def test_a_deepspeed_run_resumed_under_another_backend_is_refused_and_unchanged(submit, offloaded, tmp_path):
+    shutil.copytree(offloaded.path, tmp_path / "run")
+    outcome = submit("run", resume=True, gpus=1).wait()
     assert outcome.status == "bad-config"
     assert "was written by DeepSpeed" in outcome.reason
-    assert (handle.run.checkpoints / "step-00000002" / "deepspeed.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}" / "deepspeed.json").exists()
 
 
 def test_all_ranks_stop_after_the_same_step_with_a_checkpoint(submit):

@@ -10,12 +10,23 @@ import cluster
 from launch_harness import FAKE_WORKER, Job
 
 from llama_core.config.run import RunConfig
-from llama_core.launch.jobs import submission
+from llama_core.launch.jobs import shard_jobs, slurm, submission
 from llama_core.records.directory import RunDirectory
+
+POLL_SECONDS = 0.5
+"""Between two questions to this cluster's controller, which has no other users."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marker
+def pytest_collection_modifyitems(items):
+    """Leave all of these tests to one process, as they mostly wait, and others to those that keep the cores busy."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("launcher"))
 
 
 @pytest.fixture(scope="session", autouse=True)
-def slurm():
+def a_cluster():
     """A running cluster; if there was none, it is brought up for the tests and taken down after them."""
     missing = cluster.why_not_here()
     if missing and "CI" not in os.environ:
@@ -24,8 +35,18 @@ def slurm():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frequent_questions():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (slurm, shard_jobs):
+            patch.setattr(module, "FIRST_POLL_SECONDS", POLL_SECONDS)
+        patch.setattr(slurm, "SLOWEST_POLL_SECONDS", POLL_SECONDS)
+        patch.setattr(slurm.SlurmJobHandle, "poll_seconds", POLL_SECONDS)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _turn(slurm, request):
+def _turn(a_cluster, request):
     """Run a test that requests ``alone`` when no other test process uses the cluster."""
     with cluster.to_itself(wanted="alone" in request.fixturenames):
         yield

@@ -8,11 +8,10 @@ from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
+from llama_core.launch.attempts import RESTART_VARIABLE
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
-
-pytestmark = pytest.mark.xdist_group("attempts")
 
 STEPS = 60
 
@@ -131,6 +130,7 @@ def last_node():
 
 
 def test_a_run_that_loses_a_node_restarts_on_others(interrupted, last_node):
+    """Slurm itself finds that the node is dead, in half a minute; the tests below tell it."""
     first, _ = interrupted(lambda job_id: cluster.kill_node(last_node(job_id)))
     assert first["status"] == "node-failure"
 
@@ -144,7 +144,9 @@ def only(*nodes):
 def test_a_run_that_loses_a_node_without_a_spare_goes_on_with_fewer(train, undisturbed, last_node):
     handle = train("elastic", "launch.min_nodes=1", only(5, 6))
     eventually(lambda: handle.run.heartbeat.exists() and read_json(handle.run.heartbeat)["step"] >= 3)
-    cluster.kill_node(last_node(handle.record.job_id))
+    lost = last_node(handle.record.job_id)
+    cluster.kill_node(lost)
+    cluster.declare_down(lost)
     outcome = handle.wait()
     assert (outcome.status, outcome.step) == ("finished", STEPS), outcome
     assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "finished"]
@@ -162,7 +164,9 @@ def test_ranks_lost_by_slurm_end_once_the_next_attempt_starts(submit, last_node)
     """They live on if only the node's daemon or its network has died."""
     job = submit("serve", nodes=1, ranks_per_node=1)
     lost = job.worker()
-    cluster.kill_slurmd(last_node(job.handle.record.job_id))
+    number = last_node(job.handle.record.job_id)
+    cluster.kill_slurmd(number)
+    cluster.declare_down(number)
     found = eventually(lambda: job.worker()["pid"] != lost["pid"] and job.worker())
     assert found["environment"]["SLURMD_NODENAME"] != lost["environment"]["SLURMD_NODENAME"]
     eventually(lambda: not is_alive(lost["pid"]))
@@ -172,7 +176,12 @@ def test_ranks_lost_by_slurm_end_once_the_next_attempt_starts(submit, last_node)
 
 
 def test_a_job_at_its_time_limit_restarts_up_to_max_attempts(submit, run):
-    outcome = submit("serve", nodes=1, time_limit_min=1, max_attempts=2).handle.wait()
+    """Slurm announces the limit of the first attempt; the test announces that of the second, and so need not wait."""
+    job = submit("serve", nodes=1, time_limit_min=1, max_attempts=2)
+    for rank in range(2):
+        eventually(lambda rank=rank: job.worker(rank)["environment"][RESTART_VARIABLE] == "1")
+    cluster.send_signal(job.handle.record.job_id, "USR2")
+    outcome = job.handle.wait()
     assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [
         ("timeout", True),
         ("timeout", False),

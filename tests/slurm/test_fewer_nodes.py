@@ -11,8 +11,6 @@ from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs import submission
 
-pytestmark = pytest.mark.xdist_group("attempts")
-
 SMALL = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
 
 

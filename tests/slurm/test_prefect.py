@@ -18,8 +18,6 @@ sys.path.append(str(Path(__file__).parents[1] / "flows"))
 
 from serving import SECRET, Serving, slowed, until, workers
 
-pytestmark = pytest.mark.xdist_group("prefect on slurm")
-
 SMALL = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
 SLURM = {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10, "options": {"exclusive": True}}
 

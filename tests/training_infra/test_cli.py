@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,33 @@ def process(*arguments):
 def only_run(path):
     (run,) = (path / "runs").iterdir()
     return RunDirectory(run)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished run of two steps, ``mine``, and the record that its command printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    told = subprocess.run(
+        command("train", *SMALL, "--steps=2", "--run-dir=mine", "--json"),
+        cwd=folder,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder.parent / "cache"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    return folder, json.loads(told.stdout)
+
+
+@pytest.fixture
+def mine(shell, finished):
+    """A finished run of two steps in the current directory."""
+    shutil.copytree(finished[0] / "mine", "mine")
+    return RunDirectory(shell.path / "mine")
+
+
+of_finished = pytest.mark.xdist_group("finished run")
+"""A test of the finished run, which the process of all such tests trains once."""
 
 
 def wait_for_a_step(path):
@@ -484,9 +512,9 @@ def test_a_run_of_some_minutes_chooses_its_steps_and_ends_with_what_it_has_learn
 
 
 @pytest.mark.wide
-def test_train_json_prints_one_record_of_everything(shell):
-    ended = shell("train", *SMALL, "--steps", "2", "--json")
-    record = json.loads(ended.stdout)
+@of_finished
+def test_train_json_prints_one_record_of_everything(finished):
+    _, record = finished
     assert record["outcome"]["status"] == "finished"
     assert record["training"]["steps"] == 2
     steps = ("plan", "data", "environment", "estimate", "dry_run", "training", "benchmark", "outcome")
@@ -560,38 +588,70 @@ def test_a_dry_run_says_what_is_read_of_several_files_and_what_is_left_out(shell
     ]
 
 
-@pytest.mark.wide
-def test_a_run_trains_on_several_paths_from_anywhere(shell, monkeypatch):
-    for name in ("wiki", "code"):
-        lines = [json.dumps({"text": f"{name} {number} " * 20}) for number in range(30)]
-        (shell.path / f"{name}.jsonl").write_text("\n".join(lines))
-    ended = process("train", *SMALL, "--steps", "2", "--data", "wiki.jsonl", "--data", "co*.jsonl", "--run-dir", "run")
-    assert ended.returncode == 0, ended.stderr
-    record = read_json(RunDirectory(shell.path / "run").data)
-    assert record["num_documents"] + record["num_validation_documents"] == 60
-    monkeypatch.chdir("/")
-    again = process("train", "--resume", "--run-dir", str(shell.path / "run"), "--steps", "3")
-    assert again.returncode == 0, again.stderr
-
-
 @pytest.fixture
-def not_utf8(shell):
-    """A folder of texts whose name is not UTF-8."""
-    folder = shell.path / os.fsdecode(b"caf\xe9")
+def not_utf8(tmp_path):
+    """A folder whose name is not UTF-8."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
     folder.mkdir()
-    for name in ("a.jsonl", "b.jsonl"):
-        (folder / name).write_text("\n".join(json.dumps({"text": f"{name} {number} " * 20}) for number in range(60)))
     return folder
 
 
+@pytest.fixture(scope="module")
+def on_files(tmp_path_factory):
+    """A run on two files of a folder whose name is not UTF-8, one with unusable lines, and what it printed."""
+    folder = tmp_path_factory.mktemp("files") / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    for name, more in (("wiki.jsonl", ["{", '{"txt": 1}']), ("code.jsonl", [])):
+        lines = [json.dumps({"text": f"{name} {number} " * 20}) for number in range(60)]
+        (folder / name).write_text("\n".join([*lines, *more]))
+    run = RunDirectory(folder.parent / "run")
+    data = ("--data", "wiki.jsonl", "--data", f"{folder}/co*.jsonl")
+    told = subprocess.run(
+        command("train", *SMALL, "--steps=2", *data, "--run-dir", str(run.path), "--set=benchmark.steps=0"),
+        cwd=folder,
+        env=os.environ | {"LC_ALL": "C", "XDG_CACHE_HOME": str(folder.parent / "cache"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        check=False,
+    )
+    ended = Ended(told.returncode, told.stdout.decode(errors="replace"), told.stderr.decode(errors="replace"))
+    assert ended.returncode == 0, ended.stderr
+    return run, ended
+
+
+of_files = pytest.mark.xdist_group("run on files")
+
+
 @pytest.mark.wide
-def test_data_in_a_folder_whose_name_is_not_utf8_are_trained_on_and_reported(not_utf8):
-    run = not_utf8.parent / "run"
-    flags = [*SMALL, "--steps", "2", "--data", "a.jsonl", str(not_utf8 / "b.jsonl"), "--run-dir", str(run)]
-    environment = os.environ | {"LC_ALL": "C"}
-    ended = subprocess.run(command("train", *flags), capture_output=True, cwd=not_utf8, env=environment, check=False)
-    assert ended.returncode == 0, ended.stderr.decode(errors="replace")
-    assert "caf\\udce9/a.jsonl" in (run / "report.html").read_text()
+@of_files
+def test_data_in_a_folder_whose_name_is_not_utf8_are_trained_on_and_reported(on_files):
+    run, _ = on_files
+    assert "caf\\udce9/wiki.jsonl" in run.report.read_text()
+
+
+@pytest.mark.wide
+@of_files
+def test_unusable_lines_are_reported_and_the_rest_is_trained_on(on_files):
+    _, ended = on_files
+    assert "unusable lines (1 invalid JSON, 1 missing field)" in ended.stderr
+    assert "wiki.jsonl:61: invalid JSON" in ended.stderr
+
+
+@pytest.mark.wide
+@of_files
+def test_a_run_without_timed_steps_says_so(on_files):
+    _, ended = on_files
+    assert "benchmark skipped: benchmark.steps=0" in ended.stdout.splitlines()
+
+
+@pytest.mark.wide
+@of_files
+def test_a_run_trains_on_several_paths_and_goes_on_from_anywhere(on_files, monkeypatch):
+    run, _ = on_files
+    record = read_json(run.data)
+    assert record["num_documents"] + record["num_validation_documents"] == 120
+    monkeypatch.chdir("/")
+    again = process("train", "--resume", "--run-dir", str(run.path), "--steps", "3")
+    assert again.returncode == 0, again.stderr
 
 
 def test_a_run_directory_whose_name_is_not_utf8_is_refused_before_it_is_made(shell, not_utf8):
@@ -599,16 +659,6 @@ def test_a_run_directory_whose_name_is_not_utf8_is_refused_before_it_is_made(she
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"error: run directory '{shell.path}/caf\\udce9/run' has a name that is not UTF-8")
     assert not (not_utf8 / "run").exists()
-
-
-@pytest.mark.wide
-def test_unusable_lines_are_reported_and_the_rest_is_trained_on(shell):
-    lines = [json.dumps({"text": f"line {number} " * 20}) for number in range(60)]
-    (shell.path / "texts.jsonl").write_text("\n".join([*lines, "{", '{"txt": 1}']))
-    ended = process("train", *SMALL, "--steps", "2", "--data", "texts.jsonl")
-    assert ended.returncode == 0, ended.stderr
-    assert "unusable lines (1 invalid JSON, 1 missing field)" in ended.stderr
-    assert "texts.jsonl:61: invalid JSON" in ended.stderr
 
 
 @pytest.mark.wide
@@ -660,39 +710,36 @@ def test_a_run_interrupted_from_the_keyboard_stops_the_job_and_says_how_to_conti
 
 
 @pytest.mark.wide
-def test_resuming_needs_only_the_directory(shell):
-    assert shell("train", *SMALL, "--steps", "4", "--run-dir", "mine").returncode == 0
-    run = RunDirectory(shell.path / "mine")
-    run.outcome.unlink()
+@of_finished
+def test_resuming_needs_only_the_directory(shell, mine):
+    mine.outcome.unlink()
     ended = shell("train", "--resume", "--run-dir", "mine")
     assert ended.returncode == 0, ended.stderr
-    assert read_json(run.training)["steps"] == 4
-    assert read_metrics(run).num_rows == 4
+    assert read_json(mine.training)["steps"] == 2
+    assert read_metrics(mine).num_rows == 2
 
 
 @pytest.mark.wide
-def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell):
-    begun = shell("train", *SMALL, "--steps=4", "--set=benchmark.steps=0")
-    assert begun.returncode == 0, begun.stderr
-    assert "benchmark skipped: benchmark.steps=0" in begun.stdout
-    extended = shell("train", *SMALL, "--resume", "--steps=6", "--set=benchmark.steps=0")
+@of_finished
+def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell, finished):
+    name = "runs/tiny_llama3_50m-mine"
+    shutil.copytree(finished[0] / "mine", name)
+    extended = shell("train", *SMALL, "--resume", "--steps=4")
     assert extended.returncode == 0, extended.stderr
     lines = extended.stdout.splitlines()
-    (directory,) = (shell.path / "runs").iterdir()
-    run = RunDirectory(directory)
-    assert lines[0] == f"run       runs/{directory.name}: continues after step 4"
+    run = only_run(shell.path)
+    assert lines[0] == f"run       {name}: continues after step 2"
     rates = read_metrics(run).column("learning_rate").to_pylist()
     assert lines[1] == (
-        "note      6 steps instead of 4; learning rate on the cosine schedule of 6 steps: "
-        f"{rates[3]:.2e} at step 4, {rates[4]:.2e} at step 5"
+        "note      4 steps instead of 2; learning rate on the cosine schedule of 4 steps: "
+        f"{rates[1]:.2e} at step 2, {rates[2]:.2e} at step 3"
     )
     whole = RunConfig.load(run.config).training
-    assert rates[4:] == [learning_rate(step, whole, 6) for step in (5, 6)]
-    assert read_json(run.training)["steps"] == 6
-    fewer = shell("train", "--resume", f"--run-dir=runs/{directory.name}", "--steps=5")
+    assert rates[2:] == [learning_rate(step, whole, 4) for step in (3, 4)]
+    assert read_json(run.training)["steps"] == 4
+    fewer = shell("train", "--resume", f"--run-dir={name}", "--steps=3")
     assert fewer.stderr == (
-        f"error: training.steps=5: runs/{directory.name} has already taken 6 steps; ask for more, or choose another "
-        "--run-dir\n"
+        f"error: training.steps=3: {name} has already taken 4 steps; ask for more, or choose another --run-dir\n"
     )
 
 
@@ -730,21 +777,21 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_steps_in_the_report_an
 
 
 @pytest.mark.wide
-def test_a_report_can_be_written_again(shell):
-    assert shell("train", *SMALL, "--steps", "2", "--run-dir", "mine").returncode == 0
-    (shell.path / "mine" / "report.html").unlink()
+@of_finished
+def test_a_report_can_be_written_again(shell, mine):
+    mine.report.unlink()
     ended = shell("report", "mine")
     assert ended.stdout == "mine/report.html\n"
-    assert (shell.path / "mine" / "report.html").exists()
+    assert mine.report.exists()
 
 
 @pytest.mark.wide
-def test_weights_are_exported_to_a_folder_and_loaded_again(shell):
-    assert shell("train", *SMALL, "--steps=2", "--run-dir=first").returncode == 0
-    exported = shell("export-hf", "first", "--out", "hub")
+@of_finished
+def test_weights_are_exported_to_a_folder_and_loaded_again(shell, mine):
+    exported = shell("export-hf", "mine", "--out", "hub")
     assert exported.returncode == 0, exported.stderr
     assert exported.stdout.splitlines() == [
-        "export    first/checkpoints/step-00000002 in fp32",
+        "export    mine/checkpoints/step-00000002 in fp32",
         "export    wrote model.safetensors",
         "export    hub",
     ]
@@ -838,9 +885,8 @@ def test_output_into_a_closed_pipe_is_no_error():
 
 
 @pytest.mark.wide
-def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell):
-    begun = shell("train", *SMALL, "--steps=2", "--run-dir=mine", "--set=benchmark.steps=0")
-    assert begun.returncode == 0, begun.stderr
+@of_finished
+def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell, mine):
     told = shell("profile", "mine", "--run-dir=profiled")
     assert told.returncode == 0, told.stderr
     trace = shell.path / "profiled" / "trace"
@@ -850,7 +896,7 @@ def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell):
     assert {"matrix products", "optimizer", "head and loss"} <= shares.keys()
     assert sum(shares.values()) == pytest.approx(100, abs=0.5)
     assert "Profile of the timed steps" in (shell.path / "profiled" / "report.html").read_text()
-    assert RunConfig.load(RunDirectory(shell.path / "mine").config).benchmark.profile is False
+    assert RunConfig.load(mine.config).benchmark.profile is False
 
 
 def test_a_machine_without_a_folder_for_temporary_files_is_one_line_that_names_those_tried(

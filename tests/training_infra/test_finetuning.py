@@ -171,7 +171,7 @@ def test_the_commands_from_a_base_to_a_tuned_model_do_what_the_page_says(folder)
 def test_adapters_save_the_estimated_memory(folder):
     measured, estimated = {}, {}
     for strategy in ("standard", "lora"):
-        sizes = ["--seq-len=64", "--batch-size=2", "--steps=2", "--set=training.eval_sequences=1"]
+        sizes = ["--seq-len=64", "--batch-size=2", "--steps=2", "--set=training.eval_sequences=1", "--no-benchmark"]
         flags = [f"--strategy={strategy}", "--device=cpu", "--mixed-precision=fp32", *sizes, f"--run-dir={strategy}"]
         done = shell(folder, "train", "--model=tiny_llama3_50m", *flags)
         assert done.returncode == 0, done.stderr

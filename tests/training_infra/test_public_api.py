@@ -69,16 +69,20 @@ REFUSED = {
 }
 """Commands that this machine is too small for, with the start of the one line that refuses them."""
 
-REHEARSED = ["--dry-run", "--seq-len=64"]
-A_STEP = ["--steps=1", "--seq-len=8", *(f"--set={key}" for key in ("training.eval_sequences=2", "benchmark.steps=1"))]
+SHORT = ["--seq-len=64"]
+REHEARSED = ["--dry-run", *SHORT]
+QUICK = ("training.eval_sequences=2", "benchmark.warmup_steps=0", "benchmark.steps=1")
+A_STEP = ["--steps=1", "--seq-len=2", *(f"--set={key}" for key in QUICK)]
 SHORTENED = {
+    "train --model tiny_llama3_50m --gpus 1 --data sample_data.jsonl --epochs 1 --dry-run": SHORT,
+    "train --model tiny_llama3_50m --dry-run": SHORT,
     "train --model tiny_llama3_50m --gpus 1 --data path/to/test_data.jsonl --batch-size 64 --epochs 1": A_STEP,
     "train --model tiny_llama3_150m --gpus 1 --data path/to/small_dataset.jsonl --batch-size 32": REHEARSED,
     "train --model tiny_llama3_150m --gpus 1 --data path/to/dev_data.jsonl --batch-size 32": REHEARSED,
     "train --model tiny_llama3_150m --gpus 1 --data dev_data.jsonl --epochs 2": REHEARSED,
     "train --model tiny_llama3_150m --epochs 1": REHEARSED,
 }
-"""Commands that would take a CPU hours: one trains for a step, the others are rehearsed."""
+"""Commands that would take a CPU long: one trains for a step, the others are rehearsed, all on short sequences."""
 
 NOT_OURS = {
     "pip": "installs packages: what it names is looked up in pyproject.toml",
