@@ -26,7 +26,7 @@ def parquet_records(file: SourceFile, names: FieldNames, content: Digest | None)
     if content is not None:  # the columns are not read in order
         take_all(file, content)
     try:
-        with _mapped(file.path) as source, pq.ParquetFile(source) as table:
+        with _opened(file.path) as source, pq.ParquetFile(source) as table:
             columns = _columns(file, table.schema_arrow, names)
             number = 0
             num_rows = table.metadata.num_rows
@@ -50,7 +50,7 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
     if content is not None:
         take_all(file, content)
     try:
-        with _mapped(file.path) as source:
+        with _opened(file.path) as source:
             batches = _batches(source)
             number = 0
             for batch in batches:
@@ -63,10 +63,11 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
         raise DataError(f"{file.path} is not a readable Arrow file: {' '.join(str(error).split())}") from None
 
 
-def _mapped(path: Path) -> Any:
+def _opened(path: Path) -> Any:
+    """Return a file for Arrow. One here is read, not mapped: if it were cut short meanwhile, that would be fatal."""
     import pyarrow as pa
 
-    return pa.PythonFile(path.open("rb")) if isinstance(path, RemotePath) else pa.memory_map(str(path))
+    return pa.PythonFile(path.open("rb")) if isinstance(path, RemotePath) else pa.OSFile(str(path))
 
 
 def _batches(source: Any) -> Iterator[Any]:

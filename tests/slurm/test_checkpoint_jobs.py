@@ -17,8 +17,6 @@ from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, lis
 from llama_core.records.evaluation_jobs import read_attempt
 from llama_core.records.evaluations import read_scores
 
-pytestmark = pytest.mark.xdist_group("launcher")
-
 STEPS = 800
 
 
