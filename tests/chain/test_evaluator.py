@@ -143,7 +143,7 @@ LARGE = {"model": "llama3_70b", "launch": {"launcher": "slurm", "device": "cuda"
 
 
 def test_a_run_that_would_fail_in_every_evaluation_is_refused_with_what_to_set():
-    asked = {"data": DATA, "dtype": "bf16", "tp": 1}
+    asked = {"data": DATA, "dtype": "bf16", "tp": 1, "pp": 1}
     with pytest.raises(DoesNotFitError, match=r"^evaluation\.tp=1: .*; set evaluation\.tp=2, or"):
         check_evaluation(RunConfig.from_mapping(LARGE | {"evaluation": asked}))
 
