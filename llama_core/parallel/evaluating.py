@@ -40,7 +40,10 @@ class EvaluatingRanks:
         check_started(plan)
         self.plan = plan
         self._mesh = Mesh.build(plan, device_type) if plan.world_size > 1 else None
-        self._results = self._mesh.host_group_of_pipeline() if self._mesh is not None and plan.pp > 1 else None
+        self._results: dist.ProcessGroup | None = None
+        """The ranks of this rank's pipeline, if there are others."""
+        if self._mesh is not None and plan.pp > 1:
+            self._results = self._mesh.groups_across_pipeline(range(plan.pp), on_host=True)
 
     def layers(self, spec: ModelSpec) -> range:
         """Return the layers that this rank holds of a model."""

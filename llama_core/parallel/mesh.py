@@ -1,6 +1,6 @@
 """The ranks of a job as a mesh, one axis for each way to divide the work."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -55,28 +55,16 @@ class Mesh:
         peer: int = pp_rank * ranks_per_stage + dist.get_rank() % ranks_per_stage
         return peer
 
-    def groups_across_pipeline(self, pp_ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+    def groups_across_pipeline(self, pp_ranks: Sequence[int], *, on_host: bool = False) -> dist.ProcessGroup | None:
         """Make the groups of ranks that differ only in their pipeline rank, for the pipeline ranks ``pp_ranks``.
 
-        Every rank of the job must call it; it returns the group of this rank, if any.
+        Every rank of the job must call it; it returns the group of this rank, if any. With ``on_host`` the groups
+        transfer host memory.
         """
         ranks_per_stage = self.plan.world_size // self.plan.pp
         places = range(ranks_per_stage)
-        return split_ranks([[pp_rank * ranks_per_stage + place for pp_rank in pp_ranks] for place in places])
-
-    def host_group_of_pipeline(self) -> dist.ProcessGroup:
-        """Make the groups of ranks that differ only in their pipeline rank, for host memory, and return this rank's.
-
-        Every rank of the job must call it.
-        """
-        ranks_per_stage = self.plan.world_size // self.plan.pp
-        mine: dist.ProcessGroup | None = None
-        for place in range(ranks_per_stage):
-            members = range(place, self.plan.world_size, ranks_per_stage)
-            group = dist.new_group(list(members), backend="gloo")
-            mine = group if dist.get_rank() in members else mine
-        assert mine is not None
-        return mine
+        partition = [[pp_rank * ranks_per_stage + place for pp_rank in pp_ranks] for place in places]
+        return split_ranks(partition, on_host=on_host)
 
     def send_to_stage(self, tensor: Tensor, pp_rank: int) -> dist.Work:
         """Begin to send a contiguous tensor to the rank that differs from this one only in its pipeline rank."""

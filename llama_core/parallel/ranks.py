@@ -116,7 +116,7 @@ def has_bound_device() -> bool:
     return getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def split_ranks(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+def split_ranks(partition: Sequence[Sequence[int]], *, on_host: bool = False) -> dist.ProcessGroup | None:
     """Make a process group of each list of ranks, and return the one of this rank; None if it is in no list.
 
     All ranks of the job must call it with the same lists, in the same order as their other calls. On CUDA the groups
@@ -125,8 +125,9 @@ def split_ranks(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 
     Args:
         partition: lists of global ranks, in ascending order; no rank is in two of them.
+        on_host: make groups of gloo in any case, which transfer host memory.
     """
-    on_cuda = has_bound_device()
+    on_cuda = has_bound_device() and not on_host
     if on_cuda and splits_without_gloo():
         listed = {rank for ranks in partition for rank in ranks}
         # torch names a group after its ranks and the number of groups that a rank has. That number is the same on all
@@ -134,9 +135,12 @@ def split_ranks(partition: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
         alone = [[rank] for rank in range(dist.get_world_size()) if rank not in listed]
         group = dist.split_group(split_ranks=[*map(list, partition), *alone], backend="cuda:nccl")
         return group if dist.get_rank() in listed else None
+    backend = "nccl" if on_cuda else None
+    if on_host:
+        backend = "gloo"
     mine = None
     for ranks in partition:
-        group = dist.new_group(list(ranks), backend="nccl" if on_cuda else None)
+        group = dist.new_group(list(ranks), backend=backend)
         mine = group if dist.get_rank() in ranks else mine
     return mine
 

@@ -3,7 +3,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from launch_harness import FAKE_WORKER, Job
+from launch_harness import FAKE_WORKER, Job, ending_jobs
 
 from llama_core.config.run import LaunchConfig, RunConfig
 from llama_core.launch.jobs import submission
@@ -57,18 +57,14 @@ def at_work(submit_for_all):
 @contextmanager
 def submitting(run, config):
     """Yield a function that submits a job of fake workers; the jobs are killed at the end."""
-    handles = []
+    with ending_jobs() as handles:
 
-    def start(behaviour, *, num_ranks=1, only=None):
-        worker = (sys.executable, str(FAKE_WORKER), behaviour)
-        handles.append(submission.submit(run, config, num_ranks, only, worker=worker))
-        return Job(handles[-1], num_ranks)
+        def start(behaviour, *, num_ranks=1, only=None):
+            worker = (sys.executable, str(FAKE_WORKER), behaviour)
+            handles.append(submission.submit(run, config, num_ranks, only, worker=worker))
+            return Job(handles[-1], num_ranks)
 
-    try:
         yield start
-    finally:
-        for handle in handles:
-            handle.cancel(grace_seconds=0)
 
 
 @pytest.fixture

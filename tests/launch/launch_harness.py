@@ -1,6 +1,7 @@
 """Jobs of fake workers, their processes, and the records that training would leave."""
 
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,17 @@ def eventually(condition, *, seconds=300):
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.05)
     return value
+
+
+@contextmanager
+def ending_jobs():
+    """Yield a list of handles, whose jobs are killed at the end."""
+    handles = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.cancel(grace_seconds=0)
 
 
 def is_alive(pid):

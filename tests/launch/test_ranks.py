@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from launch_harness import eventually, is_alive
+from launch_harness import ending_jobs, eventually, is_alive
 
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config, load_plan
@@ -39,29 +39,25 @@ def cache(tmp_path_factory):
 @contextmanager
 def submitting(cache, folder):
     """Yield a function that starts a run under a plan; what is left of the runs is killed at the end."""
-    handles = []
+    with ending_jobs() as handles:
 
-    def start(name, *, resume=False, launch=None, training=None, benchmark=None, **parallel):
-        config = RunConfig.from_mapping(
-            {
-                "architecture": FEW_PARAMETERS,
-                "training": TRAINING | (training or {}),
-                "parallel": parallel,
-                "data": {"cache_dir": str(cache)},
-                "launch": {"device": "cpu"} | (launch or {}),
-                "tracking": {"tensorboard": False},
-                "benchmark": {"warmup_steps": 0, "steps": 1} | (benchmark or {}),
-            }
-        )
-        run = prepare_run(config, folder / name, resume=resume)
-        handles.append(submission.submit(run, load_config(run), load_plan(run).world_size))
-        return handles[-1]
+        def start(name, *, resume=False, launch=None, training=None, benchmark=None, **parallel):
+            config = RunConfig.from_mapping(
+                {
+                    "architecture": FEW_PARAMETERS,
+                    "training": TRAINING | (training or {}),
+                    "parallel": parallel,
+                    "data": {"cache_dir": str(cache)},
+                    "launch": {"device": "cpu"} | (launch or {}),
+                    "tracking": {"tensorboard": False},
+                    "benchmark": {"warmup_steps": 0, "steps": 1} | (benchmark or {}),
+                }
+            )
+            run = prepare_run(config, folder / name, resume=resume)
+            handles.append(submission.submit(run, load_config(run), load_plan(run).world_size))
+            return handles[-1]
 
-    try:
         yield start
-    finally:
-        for handle in handles:
-            handle.cancel(grace_seconds=0)
 
 
 @pytest.fixture
