@@ -23,7 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from errno import EEXIST, ENOTEMPTY
 from functools import cached_property
@@ -55,7 +55,9 @@ LOOKING_THREADS = 16
 """Threads that look at the files of shards: on a network each look is a wait."""
 _DIGITS = 24
 """Of a digest, in names."""
-_LOCK = "lock"
+_TEMPORARY = ".tmp"
+_LOCK = ".lock"
+"""Suffixes of a build's temporary directory, and of the file that its builder holds locked."""
 
 
 @dataclass(frozen=True)
@@ -284,26 +286,35 @@ def _open(entry: Path, tokenizer: Tokenizer, files: Sequence[SourceFile]) -> Sha
 
 @contextmanager
 def _building(directory: Path) -> Iterator[Path]:
-    """Yield a temporary directory inside ``directory``, which is removed unless the block publishes it."""
+    """Yield a temporary directory inside ``directory``, which is removed unless the block publishes it.
+
+    A lock beside it, by which others see that its builder lives, is held before it appears and until it is gone.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    temporary = directory / f".shard-{_domain(directory)}-{uuid.uuid4().hex}.tmp"
-    temporary.mkdir()
-    try:
-        with _locked(temporary):
+    with _locked(directory) as lock:
+        temporary = lock.with_suffix(_TEMPORARY)
+        try:
+            temporary.mkdir()
             yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager
-def _locked(temporary: Path) -> Iterator[None]:
-    """Hold a lock in a temporary directory, by which others see that its builder lives."""
-    lock = temporary / _LOCK
-    with lock.with_suffix(".new").open("wb") as file:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        lock.with_suffix(".new").rename(lock)  # nobody sees it without its lock
-        yield
+def _locked(directory: Path) -> Iterator[Path]:
+    """Hold a new lock in ``directory``; yield its file, which the end of the block removes."""
+    while True:
+        lock = directory / f".shard-{_domain(directory)}-{uuid.uuid4().hex}{_LOCK}"
+        with lock.open("xb") as file:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not lock.exists():  # somebody has taken it for abandoned before it was locked
+                continue
+            try:
+                yield lock
+            finally:
+                lock.unlink(missing_ok=True)
+            return
 
 
 def _domain(directory: Path) -> str:
@@ -320,25 +331,38 @@ def _publish(temporary: Path, entry: Path) -> None:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove the temporary files of killed builds: those of this kernel at once, others when nobody writes them."""
-    for temporary in directory.glob(".shard-*.tmp"):
+    """Remove what killed builds have left: those of this kernel at once, others when nobody writes them."""
+    for temporary in {left.with_suffix(_TEMPORARY) for left in directory.glob(".shard-*.*")}:
         with suppress(OSError):  # its builder may finish just now, or be somebody else
-            is_alive = _is_alive(temporary)
-            touched = max(path.stat().st_mtime for path in [temporary, *temporary.iterdir()])
-            if is_alive is False or (is_alive is None and time.time() - touched > ABANDONED_AFTER_SECONDS):
-                shutil.rmtree(temporary, ignore_errors=True)
+            _remove_if_abandoned(temporary)
     remove_temporaries(directory, before=time.time() - ABANDONED_AFTER_SECONDS)  # of the sample
 
 
-def _is_alive(temporary: Path) -> bool | None:
-    """Return whether the builder of a temporary directory lives; None if that cannot be told from here."""
-    if not temporary.name.startswith(f".shard-{_domain(temporary.parent)}-"):
+def _remove_if_abandoned(temporary: Path) -> None:
+    lock = temporary.with_suffix(_LOCK)
+    with ExitStack() as held:  # until both are gone, so that a builder that has only just begun takes another name
+        is_dead = _take(lock, held)
+        if is_dead or (is_dead is None and _is_old(temporary, lock)):
+            shutil.rmtree(temporary, ignore_errors=True)
+            lock.unlink(missing_ok=True)
+
+
+def _take(lock: Path, held: ExitStack) -> bool | None:
+    """Take the lock of a build; return whether its builder is dead, None if that cannot be told from here."""
+    if not lock.name.startswith(f".shard-{_domain(lock.parent)}-"):
         return None
     try:
-        with (temporary / _LOCK).open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.flock(held.enter_context(lock.open("r+b")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # a builder removes it last
         return True
-    except OSError:  # it has none yet, or the file system knows no locks
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
         return None
-    return False
+    return True
+
+
+def _is_old(temporary: Path, lock: Path) -> bool:
+    """Return whether nobody has written a build for a long time."""
+    left = [path for path in (lock, temporary, *temporary.glob("*")) if path.exists()]
+    return time.time() - max(path.stat().st_mtime for path in left) > ABANDONED_AFTER_SECONDS

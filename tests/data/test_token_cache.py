@@ -251,19 +251,42 @@ def test_an_interrupted_build_leaves_nothing(source, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_the_remains_of_a_killed_build_are_not_used_as_a_cache(source, tmp_path):
+DIE = "die = lambda *_, **__: os.kill(os.getpid(), 9)"
+KILLED_WHILE = {
+    "it takes its lock": "t.shard_store.fcntl.flock = die",
+    "it makes its directory": "t.shard_store.Path.mkdir = lambda path, **options: options or die()",
+    "it reads": "progress = die",
+    "it removes its directory": "progress = t.interrupt; t.shard_store.shutil.rmtree = die",
+}
+
+
+@pytest.mark.parametrize("killed", KILLED_WHILE.values(), ids=KILLED_WHILE)
+def test_the_remains_of_a_killed_build_are_not_used_as_a_cache(source, tmp_path, killed):
     directory = tmp_path / "cache"
-    command = (
-        "import os, test_token_cache as t;"
-        f"t.build({str(source)!r}, {str(directory)!r}, on_progress=lambda *_: os.kill(os.getpid(), 9))"
-    )
+    directory.mkdir()
+    build_once = f"t.build({str(source)!r}, {str(directory)!r}, on_progress=progress)"
+    command = f"import os, test_token_cache as t; progress = None; {DIE}; {killed}; {build_once}"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", command], env=environment, check=False)
-    assert killed.returncode == -9
-    assert [path.suffix for path in directory.iterdir()] == [".tmp"]
+    ended = subprocess.run([sys.executable, "-c", command], env=environment, check=False)
+    assert ended.returncode == -9
+    assert [path for path in directory.iterdir() if path.name.startswith(".shard-")]
     cache = build(source, directory)
     assert texts_of(cache) == DOCUMENTS
-    assert not list(directory.glob(".shard-*.tmp"))
+    assert not list(directory.glob(".shard-*"))
+
+
+def test_a_build_that_loses_its_lock_before_it_holds_it_takes_another(source, tmp_path, monkeypatch):
+    lock, lost = shard_store.fcntl.flock, []
+
+    def lock_too_late(file, how):
+        if not lost:
+            lost.append(Path(file.name))
+            shard_store.remove_abandoned(tmp_path / "cache")
+        lock(file, how)
+
+    monkeypatch.setattr(shard_store.fcntl, "flock", lock_too_late)
+    assert texts_of(build(source, tmp_path / "cache")) == DOCUMENTS
+    assert not lost[0].exists()
 
 
 def test_a_build_that_is_under_way_is_left_alone_however_old_its_files_are(source, tmp_path):
