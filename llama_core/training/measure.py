@@ -3,13 +3,12 @@
 import ctypes
 import statistics
 import time
-import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, Literal
 
 import psutil
@@ -50,8 +49,8 @@ class MemoryMeter:
     """The memory that is alive, and the memory taken from the device or the machine for it.
 
     On CUDA both are counts of torch's allocator. On the CPU, what is alive is what the C library has handed out and not
-    got back, tensors among it; a thread reads it ``SAMPLES_PER_SECOND`` times a second, or less often where that would
-    take more than ``SHARE_OF_SAMPLES`` of the time. What is taken is the process's resident set, whose peak the kernel
+    got back, tensors among it; its peak is the largest reading, so it is read again and again while ``watching``. What
+    is taken is the process's resident set, whose peak the kernel
     records (``VmHWM``) and ``reset_peak`` resets. Where the C library does not tell, what is taken counts as alive.
     """
 
@@ -61,8 +60,24 @@ class MemoryMeter:
         self._peak_alive = self._peak_resident = 0
         self._resettable = False
         self.reset_peak()
-        if self._heap is not None:
-            Thread(target=_sample, args=(weakref.ref(self),), name="memory", daemon=True).start()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """See the peaks of the block: on the CPU, a thread reads what is alive ``SAMPLES_PER_SECOND`` times a second.
+
+        It does so less often where that would take more than ``SHARE_OF_SAMPLES`` of the time.
+        """
+        if self._heap is None:
+            yield
+            return
+        ended = Event()
+        thread = Thread(target=_watch, args=(self, ended.wait), name="memory", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def reset_peak(self) -> None:
         """Forget the peaks so far."""
@@ -127,14 +142,14 @@ def _heap_reader() -> Callable[[], int] | None:
     return alive if alive() - before >= probe.nbytes else None
 
 
-def _sample(meter: "weakref.ref[MemoryMeter]") -> None:
-    """Read a meter until it is gone."""
-    while (read := meter()) is not None:
+def _watch(meter: MemoryMeter, wait: Callable[[float], bool]) -> None:
+    """Read a meter until ``wait``, which takes seconds, says that it is enough."""
+    enough = False
+    while not enough:
         began = time.thread_time()  # without the time in which other threads run
-        read.allocated()
+        meter.allocated()
         taken = time.thread_time() - began
-        del read
-        time.sleep(max(1 / SAMPLES_PER_SECOND, taken / SHARE_OF_SAMPLES))
+        enough = wait(max(1 / SAMPLES_PER_SECOND, taken / SHARE_OF_SAMPLES))
 
 
 class StepClock:
@@ -242,7 +257,7 @@ def time_steps(
     clocks = []
     waited = core_wait_seconds()
     began = time.perf_counter()
-    with watched:
+    with watched, meter.watching():
         for _ in range(num_steps):
             between()
             clock = StepClock(device)

@@ -274,38 +274,10 @@ class Trainer:
         """
         started = time.perf_counter()
         self.meter.reset_peak()
-        sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
-        under_way: deque[_StepUnderWay] = deque()
-        patience_s = None
-        try:
-            self._compile_blocks()
-            self._refer()
-            first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
-            self._tell(first, "steps")
-            while not self.is_over:
-                under_way.append(self._begin_step())
-                self._choose_length()
-                stop, bad = self._finish_steps(under_way, sinks)
-                if bad is not None:
-                    under_way.clear()  # drop the steps after it; the device does them before it loads anything
-                    sinks = self._roll_back(bad, sinks)
-                    continue
-                self._checkpoint_if_due(sinks, stop=stop)
-        except Exception as error:
-            if has_lost_the_others(error):  # those that are silent will not take part in writing
-                patience_s = float(self.config.launch.collective_timeout_s)
-            raise
-        finally:  # however the run ends, complete the checkpoint that is being written
-            self.batches.stop()
-            self._tell("writing a checkpoint", "checkpoints")
-            try:
-                self.checkpointer.finish(patience_s)
-            finally:
-                self.engine.end_saving()
-                if sinks is not None:
-                    sinks.close()
-        if not self._last_eval.rows and self.validation:  # resumed after the last step
-            self._last_eval = _Evaluation(self.step, self._evaluate())
+        with self.meter.watching():
+            self._take_steps()
+            if not self._last_eval.rows and self.validation:  # resumed after the last step
+                self._last_eval = _Evaluation(self.step, self._evaluate())
         held_out = self._last_eval.joined
         own_peak = self.meter.peak()
         peak, reserved = most_over_ranks(own_peak, self.meter.reserved())
@@ -328,6 +300,39 @@ class Trainer:
             named_eval_rows=self._last_eval.named,
             ended_early=self.ended_early,
         )
+
+    def _take_steps(self) -> None:
+        """Train to the end of the run; however it ends, complete the checkpoint that is being written."""
+        sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
+        under_way: deque[_StepUnderWay] = deque()
+        patience_s = None
+        try:
+            self._compile_blocks()
+            self._refer()
+            first = "in the first step" if self.step == 0 else f"in step {self.step + 1}, the first after the start"
+            self._tell(first, "steps")
+            while not self.is_over:
+                under_way.append(self._begin_step())
+                self._choose_length()
+                stop, bad = self._finish_steps(under_way, sinks)
+                if bad is not None:
+                    under_way.clear()  # drop the steps after it; the device does them before it loads anything
+                    sinks = self._roll_back(bad, sinks)
+                    continue
+                self._checkpoint_if_due(sinks, stop=stop)
+        except Exception as error:
+            if has_lost_the_others(error):  # those that are silent will not take part in writing
+                patience_s = float(self.config.launch.collective_timeout_s)
+            raise
+        finally:
+            self.batches.stop()
+            self._tell("writing a checkpoint", "checkpoints")
+            try:
+                self.checkpointer.finish(patience_s)
+            finally:
+                self.engine.end_saving()
+                if sinks is not None:
+                    sinks.close()
 
     def _refer(self) -> None:
         """Get the log-probabilities under the reference: of the weights that the run begins with.

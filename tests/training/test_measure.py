@@ -1,3 +1,4 @@
+import threading
 from contextlib import nullcontext
 from itertools import count
 from threading import Event as Signal
@@ -40,6 +41,9 @@ def device(request, monkeypatch):
 
 
 class Meter:
+    def watching(self):
+        return nullcontext()
+
     def peak(self):
         return 7
 
@@ -101,7 +105,7 @@ def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_pat
 
 
 def test_on_a_cpu_what_is_freed_is_not_alive_but_was_the_peak(monkeypatch):
-    """A thread sees it even if nobody asks meanwhile."""
+    """A thread that watches sees it even if nobody asks meanwhile, and ends with the block."""
     read, was_read = MemoryMeter.allocated, Signal()
 
     def allocated(meter):
@@ -113,11 +117,13 @@ def test_on_a_cpu_what_is_freed_is_not_alive_but_was_the_peak(monkeypatch):
     meter = MemoryMeter(torch.device("cpu"))
     size = 2**26
     before = meter.allocated()
-    held = torch.ones(size, dtype=torch.uint8)
-    for _ in range(2):  # the first reading may have begun before
-        was_read.clear()
-        assert was_read.wait(60)
-    del held
+    with meter.watching():
+        held = torch.ones(size, dtype=torch.uint8)
+        for _ in range(2):  # the first reading may have begun before
+            was_read.clear()
+            assert was_read.wait(60)
+        del held
+    assert "memory" not in [thread.name for thread in threading.enumerate()]
     slack = size // 8
     assert meter.allocated() < before + slack
     assert before + size - slack < meter.peak() < before + size + slack
@@ -129,8 +135,12 @@ def test_on_a_cpu_what_is_freed_is_not_alive_but_was_the_peak(monkeypatch):
 def test_a_reading_that_takes_long_happens_less_often(monkeypatch):
     """One of 25 ms, as in a heap with many free pieces, and one of 10 microseconds."""
     times = iter([0.0, 0.025, 1.0, 1.00001])
-    slept = []
-    monkeypatch.setattr(measure, "time", SimpleNamespace(thread_time=times.__next__, sleep=slept.append))
-    meter = SimpleNamespace(allocated=lambda: 0)
-    measure._sample(iter([meter, meter, None]).__next__)
-    assert slept == pytest.approx([0.025 / measure.SHARE_OF_SAMPLES, 1 / measure.SAMPLES_PER_SECOND])
+    waited = []
+
+    def wait(seconds):
+        waited.append(seconds)
+        return len(waited) == 2
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(thread_time=times.__next__))
+    measure._watch(SimpleNamespace(allocated=lambda: 0), wait)
+    assert waited == pytest.approx([0.025 / measure.SHARE_OF_SAMPLES, 1 / measure.SAMPLES_PER_SECOND])
