@@ -1,25 +1,28 @@
 # make demo       the whole pipeline on real text, on the CPU; needs nothing but Python 3.11 or newer
 # make serve      a Prefect server, every deployment and a worker, until Ctrl-C
-# make test       every law in its cheapest form: under ten minutes on two cores
-# make test-wide  the other tests: wide matrices, new draws, kills, real Slurm, PostgreSQL, a browser (Debian, as root)
+# make test       every law in its cheapest form: some five minutes on two cores
+# make test-wide  one run of each real part: Slurm, Prefect, PostgreSQL, a browser, kills, four ranks (Debian, as root)
+# make test-nightly  the rest, for hours: whole matrices of a law, new draws, a soak, and the next two
 # make faults     breaks real runs in every phase, one fault at a time (FAULTS_PAGE=docs/reliability.md writes its table)
 # make fuzz       tries malformed files and command lines: no traceback, no writes elsewhere, no hang (FUZZ_CASES=3000)
+# make gate       all that CI does, on a clean clone of the last commit
 # make constraints  looks for newer versions of all packages and writes them to constraints.txt
 # make docs       writes the documentation as a website, with all commands, keys and the Python API, to build/docs
 # make check      format, lint, types and layers, as in CI and pre-commit
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-wide faults fuzz constraints docs check clean
+.PHONY: help demo serve test test-wide test-nightly matrices gate faults fuzz constraints docs check clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 JOBS ?= $(shell echo $$(($(CORES) < 8 ? $(CORES) : 8)))
-# Test processes share the cores, so each of them and its children use one thread. The tests of an xdist_group run in one
-# process, so that their module starts its servers once.
+# Each test process and its children use one thread. The tests of an xdist_group run in one process, so that their module
+# starts its servers once. Children read the bytecode of the engine, whatever the caller has PYTHONDONTWRITEBYTECODE set
+# to. A set of strings has the same order in each run.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 $(BIN)/python -m pytest -n $(PROCESSES) \
+	--dist loadgroup --durations=10 --ask-again
 PROCESSES = $(JOBS)
-# Their children read the bytecode of the engine, whatever the caller has PYTHONDONTWRITEBYTECODE set to.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup --durations=10
 # Every package has one version, also where pip builds one, which options of pip do not reach. `CONSTRAINTS=` lets pip
 # choose. A torch of another CUDA is the same version: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126
 CONSTRAINTS ?= constraints.txt
@@ -36,13 +39,22 @@ serve: $(VENV)/installed
 	@$(BIN)/python -m flows.serve
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not wide and not fault" $(PYTEST_ARGS)
+	$(PYTEST) -m "not wide and not nightly" $(PYTEST_ARGS)
 
 # one process runs all tests with Slurm, and mostly waits
-test-wide: PROCESSES = $(shell echo $$(($(JOBS) + 1)))
-test-wide: SEED = $(shell shuf -i 1-999999999 -n 1)
+test-wide matrices: PROCESSES = $(shell echo $$(($(JOBS) + 1)))
 test-wide: $(VENV)/installed-dev
-	$(PYTEST) -m "wide or hypothesis" --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+	$(PYTEST) -m "wide and not nightly" $(PYTEST_ARGS)
+
+test-nightly: matrices faults fuzz  # make --keep-going runs the others after a failure
+
+# Properties draw anew, and more. A failure names the command that draws the same again.
+matrices: SEED = $(shell shuf -i 1-999999999 -n 1)
+matrices: $(VENV)/installed-dev
+	$(PYTEST) -m "(nightly or hypothesis) and not fault" --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+
+gate:
+	@scripts/gate
 
 faults: $(VENV)/installed-dev
 	FAULTS_PAGE=$(FAULTS_PAGE) $(PYTEST) tests/faults -m fault $(PYTEST_ARGS)

@@ -2,11 +2,17 @@
 
 import gc
 import os
+import random
 import shlex
+import signal
 import subprocess
+import sys
+import tempfile
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
+
+pytest_plugins = ["unstable"]
 
 # What is not a folder here may be a repository, and no test asks the Hub itself for one; see toy_hub.py.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -18,6 +24,12 @@ WIDE_FOLDERS = {"slurm"}
 
 
 def pytest_configure(config):
+    # A script's background command ignores SIGINT, and would hand that down to every process of a test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # the processes of xdist inherit it
+        caches = tempfile.TemporaryDirectory(prefix="caches-of-tests-")
+        os.environ["XDG_CACHE_HOME"] = caches.name  # nothing of an earlier run, and nothing of the user's
+        config.add_cleanup(caches.cleanup)
     settings.load_profile("same draws" if config.getoption("--hypothesis-seed") is None else "new draws")
 
 
@@ -28,7 +40,18 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()  # later collections need not go through the tests and the imported modules
+        gc.set_threshold(10_000)  # nor look as often as is fit for a small program
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup():
+    """Let each test draw the same numbers, whichever tests ran before it in its process."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,9 +65,12 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_collection_modifyitems(items):
+    """Leave tests of what a machine must be set up for, and of injected faults, to later tiers."""
     for item in items:
         if WIDE_FOLDERS & set(item.path.parts) or item.get_closest_marker("browser"):
             item.add_marker(pytest.mark.wide)
+        elif item.get_closest_marker("fault") and not item.get_closest_marker("wide"):
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture

@@ -2,11 +2,12 @@
 
 import os
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from llama_core.launch.ports import free_port
 
 PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
@@ -25,9 +26,7 @@ class PostgreSQL:
         for parent in (folder, *folder.parents[:3]):
             parent.chmod(parent.stat().st_mode | 0o111)  # the server refuses to run as root, and must reach this folder
         shutil.chown(folder, "postgres")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"postgresql+asyncpg://postgres@127.0.0.1:{self.port}/postgres"
         self._as_postgres("initdb", "--pgdata", str(folder / "data"), "--auth=trust")
         self.start()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import textwrap
-import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
+from waiting import eventually
 
 from benchmarks.gpu import measure, parts, preflight
 from benchmarks.gpu.environment import CACHES, environment_of_stages
@@ -63,11 +63,6 @@ def is_running(pid):
         return False
 
 
-def wait_until(condition):
-    while not condition():
-        time.sleep(0.01)
-
-
 # --- whatever happens, the results come home
 
 
@@ -109,7 +104,7 @@ def test_a_stage_that_hangs_leaves_its_stacks_and_dies_with_its_children(faulty)
     out, child = faulty
     assert by_stage(results_in(out))["hangs"]["ended"] == "stopped after 2 s"
     assert re.search(r'Timeout \(.*hanging_stage\.py", line \d+ in <module>', log_of(out, "hangs"), re.DOTALL)
-    wait_until(lambda: not is_running(child))
+    eventually(lambda: not is_running(child))
 
 
 def test_what_failed_is_told_before_the_tables_of_the_stages(faulty):
@@ -135,6 +130,7 @@ def without(package, folder):
     return str(folder)
 
 
+@pytest.mark.nightly
 def test_without_a_package_of_every_stage_one_line_names_it_and_none_is_begun(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", without("pydantic", tmp_path / "path"))
     assert measure.main(["--device", "cpu", "--out", str(tmp_path / "out")]) == 1
@@ -173,7 +169,7 @@ def test_each_missing_package_is_in_the_line_of_the_stages_that_lack_it():
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_measurement_ended_by_a_signal_leaves_its_results_and_no_process(number, tmp_path):
     child, stages = tmp_path / "child", ("--stages", "hangs", "machine")
     paths = os.pathsep.join((str(ROOT), str(HERE)))
@@ -183,7 +179,7 @@ def test_a_measurement_ended_by_a_signal_leaves_its_results_and_no_process(numbe
         stdout=subprocess.PIPE,
         text=True,
     )
-    wait_until(lambda: child.exists() or process.poll() is not None)
+    eventually(lambda: child.exists() or process.poll() is not None)
     process.send_signal(number)
     output, _ = process.communicate()
     assert process.returncode == 130, output
@@ -191,7 +187,7 @@ def test_a_measurement_ended_by_a_signal_leaves_its_results_and_no_process(numbe
     assert results["ended_by"] == number.name
     assert [(result["stage"], result["ended"]) for result in results["stages"]] == [("hangs", "cut off")]
     assert f"- {number.name} ended the measurement" in (tmp_path / "out" / "gpu.md").read_text()
-    wait_until(lambda: not is_running(int(child.read_text())))
+    eventually(lambda: not is_running(int(child.read_text())))
     assert not list(tmp_path.glob("llama-gpu-*"))
 
 
@@ -257,7 +253,7 @@ def test_the_stages_of_a_call_fit_into_nine_minutes_with_a_minute_to_install_and
         assert sum(stage.seconds for stage in call) <= 9 * 60 - 30
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_stages_import_nothing_that_the_preflight_does_not_name():
     """The other packages of this environment cannot be imported in the process that imports all stages."""
     with_torch = {"torch", "torchgen", "functorch", "triton"} | required_by("torch")
@@ -451,7 +447,7 @@ def results(tmp_path_factory):
     return by_stage(results_in(out))
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_measures_all_it_can_on_a_cpu(results, stage):
     rows = results[stage]["rows"]
@@ -460,7 +456,7 @@ def test_every_stage_measures_all_it_can_on_a_cpu(results, stage):
     assert any("error" not in row for row in rows)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_as_if_undisturbed(results):
     rows = results["run"]["rows"]
     (killed,) = [row for row in rows if row.get("killed after step", "-") != "-"]
@@ -470,14 +466,14 @@ def test_a_killed_run_goes_on_as_if_undisturbed(results):
     assert compared["weights and moments equal to the bit"]
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_one_rank_as_if_it_had_peers_has_the_losses_of_one_alone(results):
     rows = results["one_rank"]["rows"]
     assert len(rows) == 4
     assert max(row["largest relative deviation"] for row in rows) < 1e-4
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_every_kernel_on_a_cpu_is_close_to_fp64(results):
     rows = [row for row in results["parity"]["rows"] if "dtype" in row and "error" not in row]
     limits = {"bfloat16": 0.02, "float16": 0.003, "float32": 1e-5}
@@ -487,14 +483,14 @@ def test_every_kernel_on_a_cpu_is_close_to_fp64(results):
         assert max(distances) < limits[row["dtype"]], row
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_step_makes_a_graph_if_and_only_if_it_is_compiled(results):
     rows = [row for stage in ("step", "training", "masks") for row in results[stage]["rows"] if "graphs" in row]
     assert {row["compiled"] for row in rows} == {False, True}
     assert all(row["graphs"] == row["compiled"] for row in rows)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_measured_parts_say_that_they_are_of_a_cpu(results):
     rows = [row for row in results["step"]["rows"] if "part" in row]
     assert sum(row["measured on the CPU"] for row in rows[: len(parts.PARTS)]) > 0

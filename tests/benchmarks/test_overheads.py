@@ -32,14 +32,14 @@ def test_patterns_that_select_nothing_are_refused(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: --only lunch* selects no overhead; one is like 'training-infra")
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_short_run_tells_the_time_of_its_machinery_from_that_of_its_steps():
     figures, steps = overheads._machinery()
     assert set(figures) == {"records", "checkpoints", "data"}
     assert 0 < figures["records"] < steps
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_report_of_a_long_run_is_measured_against_reading_its_metrics():
     figures = overheads.report()
     assert figures.keys() == {"ours", "floor"}

@@ -39,7 +39,7 @@ def test_patterns_that_select_nothing_are_refused(tmp_path, capsys):
     assert said == f"error: --only llama9* selects no case; a case is like {peers.all_cases()[0].name}\n"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_transformers_trains_with_the_same_losses_and_a_peer_without_an_environment_is_left_out(tmp_path):
     names = ("fp32/*/as it comes/transformers", "bf16/*/as it comes/peft", "fp32/*/tuned/litgpt")
     options = ["--seq-len", "16", "--warmup", "1", "--steps", "2", "--environments", str(tmp_path / "none")]

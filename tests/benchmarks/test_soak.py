@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.soak import KEPT, Cycle, Sizes, Soak, as_markdown, problems, slope
+from benchmarks.soak import KEPT, Cycle, Sizes, Soak, as_markdown, main, problems, slope
 from llama_core.units import MIB
 
 SIZES = Sizes(10, 300 * MIB, 200 * MIB, 40, 60 * MIB, 8)
@@ -60,3 +60,8 @@ def test_the_table_has_a_row_for_each_figure():
     assert "| resident set of a rank, MiB | 300 | 0 ± 0 KiB | 317.5 | 10,240 ± 0 KiB |" in table
     assert "| checkpoints, with keep_checkpoints=2 | 2 | 3 |" in table
     assert "all 100 steps: the same" in table
+
+
+@pytest.mark.nightly
+def test_a_run_that_is_stopped_and_killed_again_and_again_leaks_nothing_and_loses_no_bit(tmp_path):
+    assert main(["--out", str(tmp_path), "--cycles", "15", "--long-steps", "1000"]) == 0

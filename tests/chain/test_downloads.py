@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import socket
 from pathlib import Path
 
 import huggingface_hub
@@ -21,6 +20,7 @@ from llama_core.config.hugging_face import read_folder
 from llama_core.config.run import RunConfig
 from llama_core.errors import HubError
 from llama_core.hub import HubName, look_up
+from llama_core.launch.ports import free_port
 from llama_core.models.hf import hugging_face_shapes
 from llama_core.records.files import read_json
 from training_infra import cli
@@ -96,9 +96,7 @@ def begin_anew():
 
 
 def unreachable():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{unused.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def config_of(tmp_path, **keys):

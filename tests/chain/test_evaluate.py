@@ -104,7 +104,7 @@ def losses_of(source, data, plan):
 
 PLANS = [
     pytest.param(ParallelPlan(pp=2, dp_replicate=2), id="pp 2, dp 2"),
-    pytest.param(ParallelPlan(tp=2, dp_replicate=2), id="tp 2, dp 2", marks=pytest.mark.wide),
+    pytest.param(ParallelPlan(tp=2, dp_replicate=2), id="tp 2, dp 2", marks=pytest.mark.nightly),
 ]
 
 

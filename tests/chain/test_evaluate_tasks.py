@@ -92,6 +92,7 @@ def test_a_run_is_evaluated_on_the_tasks_of_its_configuration(run, folder):
     assert read_ending(run, run.checkpoints / checkpoint_name(2)).problem == ""
 
 
+@pytest.mark.wide
 def test_a_task_that_is_unknown_is_refused_before_the_run_begins(folder, tmp_path):
     asked = {"tasks": ["toy_choise"], "include_path": str(folder)}
     config = RunConfig.from_mapping({"launch": {"device": "cpu"}, "evaluation": asked})
@@ -163,7 +164,7 @@ def test_several_processes_give_the_scores_of_one(run, folder, capsys):
     assert "in fp32 on 2 cpu processes (pp=2)" in told.err
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_an_error_of_several_processes_is_that_of_one(run, tmp_path, capsys):
     tasks = make_tasks(tmp_path / "tasks", {"mine": CHOICE | {"doc_to_image": "image"}})
     assert evaluate(run.path, "--tasks", "mine", "--include-path", tasks, "--gpus", 2) == 2
@@ -171,7 +172,7 @@ def test_an_error_of_several_processes_is_that_of_one(run, tmp_path, capsys):
     assert told[-1] == "error: task 'mine' has images or sound, which the model cannot read; choose another"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_process_that_ends_is_named(run, folder, monkeypatch, capsys):
     program = "import os, sys, time; os.environ['RANK'] == '1' and sys.exit('out of luck'); time.sleep(60)"
     monkeypatch.setattr(evaluation_ranks, "_COMMAND", (sys.executable, "-c", program))
@@ -181,7 +182,6 @@ def test_a_process_that_ends_is_named(run, folder, monkeypatch, capsys):
 
 HIDDEN = "{{ ''.__class__.__mro__ }}"
 REFUSED = {
-    "unknown": ({}, ["--tasks", "toy_chioce"], "there is no task 'toy_chioce'; did you mean 'toy_choice'"),
     "limit": ({}, ["--tasks", "toy_choice", "--limit", 0], "limit=0: ask at least 1 question"),
     "negative": ({}, ["--tasks", "toy_choice", "--num-fewshot", -1], "num_fewshot=-1: give a number"),
     "system": ({}, ["--tasks", "toy_choice", "--system", "x"], "system has no effect without chat"),

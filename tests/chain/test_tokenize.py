@@ -6,10 +6,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from width import wide
+from tiers import nightly
+from waiting import eventually
 
 import training_infra
 from llama_core.chain import tokenize as module
@@ -108,7 +108,7 @@ sys.exit(shard_worker.main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, wide(signal.SIGINT), wide(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, nightly(signal.SIGINT), nightly(signal.SIGTERM)])
 def test_a_command_that_is_stopped_goes_on_with_the_missing_shards(config, corpus, tmp_path, number):
     for path in corpus.iterdir():
         path.write_text(path.read_text() * 400)
@@ -117,10 +117,9 @@ def test_a_command_that_is_stopped_goes_on_with_the_missing_shards(config, corpu
     code = "from llama_core.data import grouping; grouping.ALONE_BYTES = 1;"
     code += f"from training_infra import cli; cli.main(['tokenize', '--config', {str(file)!r}, '--workers', '1'])"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and len(list((tmp_path / "cache").glob("shard-*"))) < 2:
-        time.sleep(0.02)
+    eventually(lambda: process.poll() is not None or len(list((tmp_path / "cache").glob("shard-*"))) > 1, every=0.02)
     os.kill(process.pid, number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert "Traceback" not in errors
     made = tokenize(config, 2)
     assert 0 < made.num_new_shards <= NUM_FILES - 2

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from tiers import nightly
 
 from llama_core.chain.paths import data_from_anywhere
 from llama_core.chain.tokenize import tokenize
@@ -118,7 +119,7 @@ def serve(folder):
     return server
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [name if name in {"a.jsonl.gz", "a.parquet"} else nightly(name) for name in FILES])
 def test_a_file_of_a_web_server_is_read_here_and_by_other_processes(name, tmp_path):
     pytest.importorskip("aiohttp")
     (tmp_path / "served").mkdir()

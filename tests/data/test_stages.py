@@ -11,7 +11,7 @@ from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from parity import UNTIED, native_engine
-from width import cases
+from tiers import cases
 
 from llama_core.config.run import RunConfig
 from llama_core.config.stages import Stage, part_name
@@ -247,6 +247,7 @@ PLANS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp 2 x dp 2"}))
 def test_three_domains_in_three_stages_have_the_same_losses_on_one_rank_and_on_four(plan):
     alone = losses_under(ParallelPlan(num_microbatches=4))

@@ -5,6 +5,7 @@ from threading import enumerate as all_threads
 import pytest
 import torch
 from corpora import byte_cache
+from waiting import PATIENCE_SECONDS
 
 from llama_core.data.datasets import BatchStream
 from llama_core.data.mixture import Mixture
@@ -86,7 +87,7 @@ def test_batches_are_read_in_another_thread_before_they_are_asked_for(supply):
     source = Counting()
     one = supply(source)
     assert number(one.next_step()) == 1
-    assert source.third_is_read.wait(timeout=60)
+    assert source.third_is_read.wait(PATIENCE_SECONDS)
     assert set(source.readers) == {"supply_0"}
 
 
@@ -95,7 +96,7 @@ def test_the_position_is_that_of_the_steps_handed_out_whatever_was_read_ahead(su
     one = supply(source)
     assert one.state_dict() == {"taken": 0}
     one.next_step()
-    source.third_is_read.wait(timeout=60)
+    source.third_is_read.wait(PATIENCE_SECONDS)
     assert one.state_dict() == {"taken": 1}
     other = supply(Counting())
     other.load_state_dict(one.state_dict())

@@ -32,9 +32,6 @@ TRAINING = {
     "eval_sequences": 2, "keep_checkpoints": 3,
 }  # fmt: skip
 
-WIDE = [pytest.mark.wide, pytest.mark.xdist_group("undisturbed")]
-"""Marks of a cell that `make test-wide` runs too: one process trains the undisturbed run that all are compared with."""
-
 
 @dataclass(frozen=True)
 class Phase:

@@ -10,6 +10,7 @@ import pytest
 from disks import is_stopped, pid_of
 from faulty_run import INJECTION, Fault, FaultyRun
 from postgresql import PostgreSQL
+from waiting import eventually
 
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.places import submission_folders
@@ -76,8 +77,7 @@ def test_a_flow_whose_database_goes_away_follows_its_job_to_the_end(phase, run, 
         pid = held(run, flow, 1)  # a step later
         if phase == "end of the job":
             os.kill(pid, signal.SIGCONT)
-            while not run.run.outcome.exists():
-                time.sleep(0.05)
+            eventually(run.run.outcome.exists)
         time.sleep(AWAY_SECONDS)
         database.start()
         if phase == "steps":

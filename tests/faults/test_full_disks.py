@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from disks import Disks, while_stopped
-from faulty_run import PHASES, WIDE, Fault, FaultyRun, Phase, where
+from faulty_run import PHASES, Fault, FaultyRun, Phase, where
 
 from llama_core.chain.diagnosis import diagnose
 from llama_core.launch.attempts import log_path
@@ -76,18 +76,8 @@ def run(tmp_path, texts, token_cache):
     return FaultyRun(tmp_path, texts, token_cache=token_cache)
 
 
-ALSO_WIDE = {"outcome, and all else"}
-
-
 def cells(table, fault):
-    return [
-        pytest.param(*row, marks=[pytest.mark.fault(fault, phase=name), *also_wide(name)], id=name)
-        for name, row in table.items()
-    ]
-
-
-def also_wide(name):
-    return WIDE if name in ALSO_WIDE else []
+    return [pytest.param(*row, marks=pytest.mark.fault(fault, phase=name), id=name) for name, row in table.items()]
 
 
 def ends_in_one_line(outcome, reason):

@@ -5,7 +5,7 @@ import json
 import pytest
 from faulty_run import PHASES, Fault, FaultyRun, Phase, where
 
-pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("references")]
+pytestmark = pytest.mark.xdist_group("references")
 
 IN_THE_PASS = {
     "reference: between two batches": Phase(

@@ -70,8 +70,6 @@ def test_a_run_keeps_the_tokens_that_it_has_opened(own, undisturbed, promise):
     promise("finished; equal")
 
 
-@pytest.mark.wide
-@pytest.mark.xdist_group("undisturbed")
 @pytest.mark.fault("token cache truncated", phase=WHILE_TRAINING)
 def test_a_run_whose_token_cache_is_cut_short_names_that_and_builds_it_again(own, undisturbed, promise):
     def cut_short():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from disks import needs, while_stopped
-from faulty_run import NUM_RANKS, WIDE, Fault, FaultyRun, where
+from faulty_run import NUM_RANKS, Fault, FaultyRun, where
 
 from llama_core.chain.diagnosis import diagnose
 from llama_core.launch.jobs import submission
@@ -45,13 +45,13 @@ def hosts():
     "moment",
     [
         pytest.param(moment, marks=[pytest.mark.fault("the link is cut", phase=moment), *also], id=moment)
-        for moment, also in {"forward": WIDE, "checkpoint: writing": []}.items()
+        for moment, also in {"forward": [pytest.mark.wide], "checkpoint: writing": []}.items()
     ],
 )
 def test_ranks_that_cannot_reach_each_other_end_and_go_on_once_they_can(
     moment, hosts, tmp_path, texts, token_cache, undisturbed, monkeypatch, promise
 ):
-    run = FaultyRun(tmp_path, texts, "launch.collective_timeout_s=5", token_cache=token_cache)
+    run = FaultyRun(tmp_path, texts, "launch.collective_timeout_s=15", token_cache=token_cache)
     worker = (sys.executable, str(IN_NAMESPACE), hosts)
     monkeypatch.setattr(submission, "submit", partial(submission.submit, worker=worker))
     cut = partial(needs, "ip", "link", "set", f"{hosts}s", "down")

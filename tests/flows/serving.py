@@ -4,19 +4,21 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import tomllib
 import warnings
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
+from waiting import PATIENCE_SECONDS, eventually
 
 from flows.service import SERVE_VARIABLE, answers
+from llama_core.launch.ports import free_port
 from llama_core.records.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -33,9 +35,7 @@ class Serving:
         for name in ("flows", "tasks"):
             shutil.copytree(ROOT / name, self.checkout / name)
         shutil.copy(ROOT / "prefect.yaml", self.checkout)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}/api"
         others = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
         home = {"PREFECT_HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache")}
@@ -58,7 +58,9 @@ class Serving:
         until(lambda: "\nnext " in self.log_file.read_text() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log_file.read_text()
         self.auth_string = tomllib.loads((self.checkout / "prefect.toml").read_text())["api"]["auth_string"]
-        self.owner = httpx.Client(base_url=self.url, auth=tuple(self.auth_string.split(":")), timeout=60)
+        self.owner = httpx.Client(
+            base_url=self.url, auth=tuple(self.auth_string.split(":")), timeout=PATIENCE_SECONDS, transport=Patient()
+        )
 
     def stop(self):
         self.process.send_signal(signal.SIGINT)
@@ -99,11 +101,12 @@ class Serving:
     def log(self, flow_run_id, last):
         """Return the messages of a flow run's log, in order, once it ends with the word ``last`` and what follows."""
         query = {"logs": {"flow_run_id": {"any_": [flow_run_id]}}, "sort": "TIMESTAMP_ASC"}
-        while True:
+
+        def complete():
             lines = [one["message"] for one in self.owner.post("/logs/filter", json=query).json()]
-            if lines and lines[-1].startswith(last):
-                return lines
-            time.sleep(0.3)
+            return lines if lines and lines[-1].startswith(last) else None
+
+        return until(complete)
 
     def end(self, flow_run_id):
         """Wait for a flow run to end; return the name of its state."""
@@ -164,6 +167,20 @@ class Serving:
         process.kill()
 
 
+until = partial(eventually, every=0.3)
+"""Waits, and asks the server not too often."""
+
+
+class Patient(httpx.HTTPTransport):
+    """Asks again while the server answers that its database is busy, as Prefect's own client does."""
+
+    def handle_request(self, request):
+        while (answer := super().handle_request(request)).status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            answer.close()
+            time.sleep(0.3)
+        return answer
+
+
 def workers(run):
     """Return the processes of a run's ranks on this machine."""
     found = []
@@ -179,8 +196,3 @@ def slowed(run):
     for process in workers(run):
         process.nice(10)
     return run
-
-
-def until(condition):
-    while not condition():
-        time.sleep(0.3)

@@ -4,13 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
 from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from waiting import eventually
 
 from llama_core.chain import steps
 from llama_core.launch.jobs import submission
@@ -104,6 +104,7 @@ def test_the_sweep_knows_its_flow_run_so_that_a_retry_finds_it(sweep):
     assert len(read_json(sweep.path / "flow_run.json")["flow_runs"]) == 1
 
 
+@pytest.mark.nightly
 def test_a_flow_run_whose_elements_got_slower_fails_with_their_names(sweep):
     told = run_flow(sweep.path.parents[1], AGAIN)
     assert told.startswith("slower than before: microbatch size 1 is 99.9% below")
@@ -120,8 +121,7 @@ def at_work(tmp_path, monkeypatch):
     write_json(sweep.path / "flow_run.json", {"flow_runs": [str(flow_run.id)]})
     run = sweep.run("microbatch_size=1")
     job = submission.submit(run, steps.load_config(run), 1, "benchmark", worker=FAKE_WORKER)
-    while not run.heartbeat.exists():
-        time.sleep(0.05)
+    eventually(run.heartbeat.exists)
     with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
         yield sweep, flow_run, job
     job.cancel(grace_seconds=0)

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+from waiting import PATIENCE_SECONDS
 from websockets import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -66,6 +67,7 @@ def routes(url):
     ]
 
 
+@pytest.mark.wide
 def test_every_route_of_the_api_asks_for_the_password(server):
     _, url, auth_string = server
     with httpx.Client(base_url=url) as stranger:
@@ -77,6 +79,7 @@ def test_every_route_of_the_api_asks_for_the_password(server):
     assert httpx.get(f"{url}/version", auth=tuple(auth_string.split(":"))).is_success
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("origin", ELSEWHERE)
 def test_a_page_from_elsewhere_may_not_read_an_answer(server, origin):
     _, url, auth_string = server
@@ -87,6 +90,7 @@ def test_a_page_from_elsewhere_may_not_read_an_answer(server, origin):
     assert "access-control-allow-origin" not in answer.headers
 
 
+@pytest.mark.wide
 def test_a_page_whose_name_now_leads_here_has_no_password(server):
     """DNS rebinding: the browser then takes the server for the page's own."""
     _, url, _ = server
@@ -94,6 +98,7 @@ def test_a_page_whose_name_now_leads_here_has_no_password(server):
     assert told.status_code == 401
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("path", SOCKETS)
 @pytest.mark.parametrize("protocols", [None, ["prefect"]])
 def test_every_websocket_asks_for_the_password(server, path, protocols):
@@ -101,15 +106,17 @@ def test_every_websocket_asks_for_the_password(server, path, protocols):
     address = f"{url.replace('http', 'ws', 1)}/{path}"
     with suppress(InvalidStatus, ConnectionClosed), connect(address, subprotocols=protocols) as stranger:
         stranger.send(json.dumps({"type": "auth", "token": "admin:"}))
-        pytest.fail(f"it has answered {stranger.recv(timeout=30)}")
+        pytest.fail(f"it has answered {stranger.recv(timeout=PATIENCE_SECONDS)}")
 
 
+@pytest.mark.wide
 def test_the_page_asks_for_the_password(server):
     _, url, _ = server
     settings = httpx.get(f"{url.removesuffix('/api')}/ui-settings").json()
     assert (settings["auth"], settings["api_url"]) == ("BASIC", url)
 
 
+@pytest.mark.wide
 def test_no_other_user_may_read_the_files_of_the_server(server, home):
     assert (home / "prefect.db").exists()
     assert [path for path in (home, *home.rglob("*")) if path.stat().st_mode & 0o077] == []
@@ -120,6 +127,7 @@ has_ipv6 = pytest.mark.skipif(
 )
 
 
+@pytest.mark.wide
 def test_requests_to_the_server_go_through_no_proxy(server):
     """Which would hear the password."""
     _, url, _ = server
@@ -128,6 +136,7 @@ def test_requests_to_the_server_go_through_no_proxy(server):
     assert urllib.request.proxy_bypass("intranet.example")
 
 
+@pytest.mark.wide
 @has_ipv6
 def test_localhost_leads_to_the_server_by_ipv6_too(server):
     """Otherwise somebody else answers there, with a page that may read what the server's own page has stored."""
@@ -160,6 +169,7 @@ def test_another_free_port_is_chosen_if_one_is_taken_by_ipv6_and_none_is_held_wi
         assert len(listeners) == num_sockets
 
 
+@pytest.mark.wide
 def test_nobody_can_take_the_place_of_a_server_that_was_killed(server):
     """The last test here, since it kills the server that the others ask."""
     service, url, _ = server
@@ -171,7 +181,7 @@ def test_nobody_can_take_the_place_of_a_server_that_was_killed(server):
         httpx.get(f"{url}/health", timeout=0.2)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_server_of_a_flow_from_one_terminal_asks_for_a_password_too(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))  # for the server's process
     with temporary_settings({PREFECT_HOME: tmp_path}), private_server("127.0.0.1", 0, "a:b", is_temporary=True) as it:

@@ -7,13 +7,13 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import yaml
 from prefect.exceptions import ParameterTypeError
+from waiting import eventually
 
 from flows.train import train
 from llama_core.chain.stopping import stopped
@@ -76,6 +76,7 @@ def flow_run(prefect):
     return ended
 
 
+@pytest.mark.wide
 def test_the_flow_leaves_a_finished_run_and_its_report(prefect, flow_run):
     run = RunDirectory(prefect.home / "run")
     assert read_outcome(run).status == "finished"
@@ -83,6 +84,7 @@ def test_the_flow_leaves_a_finished_run_and_its_report(prefect, flow_run):
     assert run.report.exists()
 
 
+@pytest.mark.wide
 def test_the_terminal_shows_a_line_for_each_step_and_nothing_from_prefect(flow_run):
     assert steps_said(flow_run) == [
         "run",
@@ -141,6 +143,7 @@ def losses(run):
     return read_metrics(run).column("loss").to_pylist()
 
 
+@pytest.mark.wide
 def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
     """Even on a server that ends with the run."""
     flows = records(prefect, "SELECT name, state_name, parameters FROM flow_run")
@@ -152,11 +155,13 @@ def test_prefect_has_recorded_every_task_and_artifact(prefect, flow_run):
     assert {key for (key,) in artifacts} == ARTIFACTS
 
 
+@pytest.mark.wide
 def test_the_log_of_the_flow_run_holds_the_lines_of_the_terminal_and_nothing_else(prefect, flow_run):
     logged = records(prefect, "SELECT message FROM log ORDER BY timestamp")
     assert [line for (line,) in logged] == flow_run.stdout.splitlines()
 
 
+@pytest.mark.wide
 def test_the_page_of_the_flow_run_begins_with_the_last_step_the_directory_and_the_report(prefect, flow_run):
     run = RunDirectory(prefect.home / "run")
     ((percent, description),) = records(prefect, "SELECT data, description FROM artifact WHERE task_run_id IS NULL")
@@ -171,7 +176,7 @@ def records(prefect, query):
         return database.execute(query).fetchall()
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_wrong_request_is_one_line_under_prefect_too(prefect):
     command = ("train", "--flow", "--device", "cpu", "--data", "no.jsonl", "--run-dir", "nowhere")
     ended = prefect(sys.executable, "-m", "training_infra.cli", *command, cwd=prefect.home)
@@ -191,8 +196,7 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
         command, cwd=prefect.home, env=prefect.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     run = RunDirectory(prefect.home / "interrupted")
-    while not run.heartbeat.exists():
-        time.sleep(0.05)
+    eventually(run.heartbeat.exists)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate()
     assert process.returncode == 130

@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))  # for what the harness imports
+
 from launch_harness import step_record
 
 from llama_core.launch.attempts import RESTART_VARIABLE

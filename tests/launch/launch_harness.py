@@ -5,20 +5,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from waiting import eventually
 
 from llama_core.records.files import read_json
 from llama_core.records.measurements import StepRecord
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
-
-
-def eventually(condition, *, seconds=300):
-    """Return the first true value of ``condition``; fail after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-    return value
 
 
 @contextmanager

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from launch_harness import ending_jobs, eventually, is_alive
+from launch_harness import ending_jobs, is_alive
+from waiting import eventually
 
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config, load_plan
@@ -150,6 +151,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(submit):
     assert not any(is_alive(worker.pid) for worker in workers)
 
 
+@pytest.mark.nightly
 def test_a_silent_rank_ends_the_run_and_is_named(submit):
     handle = submit("silent", gpus=2, pp=2, training=ENDLESS, launch={"collective_timeout_s": 5})
     eventually(lambda: steps_of(handle.run) >= 2)

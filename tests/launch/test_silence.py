@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 
 import pytest
-from launch_harness import FAKE_WORKER, eventually, step_record
+from launch_harness import FAKE_WORKER, step_record
+from waiting import eventually
 
 from llama_core.launch.jobs import silence, slurm
 from llama_core.launch.jobs.silence import Silence
@@ -37,6 +38,7 @@ def lines():
     return Lines()
 
 
+@pytest.mark.wide
 def test_a_job_without_a_first_step_says_again_and_again_where_its_first_rank_is(submit, monkeypatch, lines):
     monkeypatch.setattr(silence, "FIRST_WORD_SECONDS", 1.0)
     job = submit("hang")
@@ -166,6 +168,7 @@ except StoppedError as error:
 """
 
 
+@pytest.mark.wide
 def test_a_first_interrupt_says_what_it_waits_for_and_a_second_stops_at_once(request, run, config):
     run.config.write_text(config.to_yaml())
     process = subprocess.Popen(
@@ -180,7 +183,7 @@ def test_a_first_interrupt_says_what_it_waits_for_and_a_second_stops_at_once(req
         "then --resume starts over, since there is no checkpoint yet\n"
     )
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate()
     assert output.endswith(
         "stopping  at once\nstopped before the first step, with no checkpoint yet; start over with: "
         f"training-infra train --run-dir {run.path} --resume\n"

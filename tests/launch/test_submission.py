@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from launch_harness import FAKE_WORKER, eventually, is_alive
+from launch_harness import FAKE_WORKER, is_alive
+from waiting import eventually
 
 from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.config.run import RunConfig
@@ -125,7 +126,7 @@ def test_cancelling_kills_a_worker_that_does_not_stop_and_its_descendants(submit
     job = submit("hang", num_ranks=2)
     processes = job.processes()
     assert job.handle.cancel(grace_seconds=0.5).status == "cancelled"
-    eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=10)
+    eventually(lambda: not any(is_alive(pid) for pid in processes))
 
 
 def test_an_interrupt_while_nobody_waits_for_the_job_stops_it_too(submit, run, config):
@@ -162,9 +163,10 @@ def test_kill_9_of_any_process_of_a_job_ends_all_of_it_and_is_reported(submit, v
     outcome = job.handle.wait()
     assert outcome.status == "crashed"
     assert reason in outcome.reason
-    eventually(lambda: not any(is_alive(pid) for pid in processes), seconds=10)
+    eventually(lambda: not any(is_alive(pid) for pid in processes))
 
 
+@pytest.mark.wide
 def test_a_rank_that_fails_takes_down_ranks_that_wait_for_it(submit):
     job = submit("fail_on_rank_1_while_others_hang", num_ranks=2)
     hanging = job.worker(0)["pid"]
@@ -173,7 +175,7 @@ def test_a_rank_that_fails_takes_down_ranks_that_wait_for_it(submit):
     assert not is_alive(hanging)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_rank_whose_supervisor_is_killed_takes_down_the_others(submit):
     job = submit("hang", num_ranks=2)
     os.kill(job.worker(1)["supervisor"], signal.SIGKILL)

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from launch_harness import FAKE_WORKER, eventually
+from launch_harness import FAKE_WORKER
 from submitit import LocalExecutor
+from waiting import eventually
 
 from llama_core.launch.attempts import log_path, read_rank_exits
 from llama_core.launch.jobs import submission
@@ -163,6 +164,7 @@ def test_the_signal_that_ended_a_worker_is_recorded(submit, run):
     assert outcome.reason == "rank 0 was killed by signal 11 (SIGSEGV)"
 
 
+@pytest.mark.wide
 def test_a_job_that_stops_stepping_is_a_hang_and_its_log_says_where(run, config):
     worker = (sys.executable, str(FAKE_WORKER), "fall_silent")
     config = config.with_overrides("launch.hang_timeout_s=1")

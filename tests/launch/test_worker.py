@@ -70,8 +70,8 @@ def start(run, *options):
     return process
 
 
-def exit_code(process, timeout=None):
-    process.join(timeout)
+def exit_code(process):
+    process.join()
     return process.exitcode
 
 
@@ -240,7 +240,7 @@ def test_a_run_goes_on_with_other_weights_and_one_more_source_if_that_is_allowed
         prepare_run(config.with_overrides("training.steps=30"), run.path, resume=True)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_damaged_part_of_the_metrics_costs_a_resumed_run_only_its_steps(undisturbed, cache, tmp_path):
     run = prepared(tmp_path / "damaged", cache)
     process = start(run)
@@ -265,7 +265,7 @@ def test_every_step_of_a_run_killed_before_its_first_checkpoint_is_on_disk(cache
     assert [row["step"] for row in losses(run)] == list(range(1, step_of(run) + 1))
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_run_that_ends_early_is_finished_and_goes_on_only_with_more_patience(cache, tmp_path):
     """Its learning rate is too small to change a weight, so no evaluation is better than the first."""
 
@@ -317,14 +317,14 @@ def test_a_run_asked_to_stop_first_saves_a_checkpoint_of_its_last_step(cache, tm
     assert not [line for line in _output(run).read_text().splitlines() if line.startswith(NOTABLE)], "it is no error"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_run_asked_to_stop_after_its_last_step_times_no_steps(cache, tmp_path):
     config = configuration(cache, steps=1).with_overrides("benchmark.steps=100000")
     run = prepare_run(config, tmp_path / "stopped")
     process = start(run)
     wait_until(process, run.training.exists)
     process.terminate()
-    assert exit_code(process, timeout=100) == STOPPED_EXIT
+    assert exit_code(process) == STOPPED_EXIT
     assert (read_outcome(run).status, read_outcome(run).step) == ("cancelled", 1)
     assert not run.benchmark.exists()
 
@@ -401,7 +401,7 @@ def test_data_without_a_usable_document_is_a_wrong_request(cache, tmp_path):
     assert "Traceback" not in output
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_run_refused_for_its_data_can_start_once_the_data_is_fixed(cache, tmp_path):
     texts = some_texts(tmp_path)
     config = configuration(cache, steps=2).with_overrides(f"data.source={texts}")
@@ -416,7 +416,7 @@ def test_a_run_refused_for_its_data_can_start_once_the_data_is_fixed(cache, tmp_
         prepare_run(config, tmp_path / "run")
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_benchmark_alone_times_steps_and_trains_nothing(cache, tmp_path):
     run = prepared(tmp_path / "timed", cache)
     code, output = work(run, "--only", "benchmark")

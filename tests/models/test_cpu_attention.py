@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from width import wide
+from tiers import nightly
 
 from llama_core.config.models import model_spec
 from llama_core.models import layers
@@ -52,7 +52,8 @@ def errors(results, exact):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(
-    ("scale", "head_dim"), [(1.0, 64), wide(0.1, 64), wide(3.0, 64), wide(8.0, 64), wide(1.0, 128), wide(3.0, 96)]
+    ("scale", "head_dim"),
+    [(1.0, 64), nightly(0.1, 64), nightly(3.0, 64), nightly(8.0, 64), nightly(1.0, 128), nightly(3.0, 96)],
 )
 def test_its_errors_are_those_of_torchs_kernel(dtype, kind, scale, head_dim):
     """It rounds more on the way to the queries' gradients, and less on the way to those of keys and values."""
@@ -66,7 +67,7 @@ def test_its_errors_are_those_of_torchs_kernel(dtype, kind, scale, head_dim):
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, wide(torch.float32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, nightly(torch.float32)])
 def test_torch_finds_nothing_wrong_with_the_operator(dtype, kind):
     leaves = [tensor.requires_grad_() for tensor in heads(dtype, head_dim=8)[:3]]
     mask = MASKS[kind](dtype)

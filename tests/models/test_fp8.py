@@ -145,9 +145,11 @@ def _ranks_step(plan, spec):
     ("plan", "spec"),
     [
         (ParallelPlan(tp=2), SPEC),
-        pytest.param(ParallelPlan(tp=2, sequence_parallel=False), SPEC, marks=pytest.mark.wide),
+        pytest.param(ParallelPlan(tp=2, sequence_parallel=False), SPEC, marks=pytest.mark.nightly),
         pytest.param(
-            ParallelPlan(tp=2), replace(SPEC, lora=LoRA(lora_rank=16, target_modules=TARGETS)), marks=pytest.mark.wide
+            ParallelPlan(tp=2),
+            replace(SPEC, lora=LoRA(lora_rank=16, target_modules=TARGETS)),
+            marks=pytest.mark.nightly,
         ),
     ],
 )

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from operations import Operations
+from tiers import nightly
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from width import wide
 
 from llama_core.models.loss import IGNORE_INDEX, linear_cross_entropy
 
@@ -73,7 +73,7 @@ PRECISIONS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 8e-3, t
 
 
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
-@pytest.mark.parametrize("world_size", [2, wide(4)])
+@pytest.mark.parametrize("world_size", [2, nightly(4)])
 def test_ranks_that_divide_the_vocabulary_match_one_rank(world_size, dtype):
     alone = loss_and_gradients(*problem(dtype), chunk_tokens=17, z_loss=Z_LOSS)
     assert_same(run_ranks(world_size, solve, dtype), alone, PRECISIONS[dtype])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from parity import HYBRID, SPARSE, largest_differences
 from test_optimizer_rows import everything, step
+from tiers import cases, nightly
 from torch import nn
-from width import cases, wide
 
 from llama_core.config.run import RunConfig, TrainingConfig
 from llama_core.optimizers.registry import optimizer_type
@@ -136,7 +136,8 @@ def test_a_plan_matches_one_process(plan):
     assert max(differences.values()) < 1e-8, differences
 
 
-@pytest.mark.parametrize("optimizer", [wide("adamw"), "muon"])
+@pytest.mark.wide
+@pytest.mark.parametrize("optimizer", [nightly("adamw"), "muon"])
 @pytest.mark.parametrize("plan", cases(EP_PLANS, narrow={"ep2 tp2"}))
 def test_experts_round_as_on_one_process(plan, optimizer):
     differences = largest_differences(plan, spec=SPARSE, optimizer=optimizer, moments="bf16")

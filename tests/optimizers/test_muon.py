@@ -3,8 +3,8 @@
 import pytest
 import torch
 from parity import ADAPTED, DORA, HYBRID, SPARSE, TIED, largest_differences
+from tiers import cases
 from torch import nn
-from width import cases
 
 from llama_core.config.run import RunConfig, TrainingConfig
 from llama_core.optimizers import owners
@@ -105,6 +105,7 @@ def test_a_plan_matches_one_process(plan):
     assert max(differences.values()) < 1e-8, differences
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", cases(EP_PLANS, narrow={"ep2 tp2"}))
 def test_experts_are_matrices_of_their_own(plan):
     differences = largest_differences(plan, spec=SPARSE, optimizer="muon")

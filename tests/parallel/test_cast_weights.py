@@ -8,7 +8,7 @@ import torch
 from distributed import run_ranks
 from operations import Operations
 from parity import HYBRID, SPARSE, TRAINING, UNTIED, native_engine, own_microbatches
-from width import wide
+from tiers import nightly
 
 from llama_core.models import cast_weights
 from llama_core.models.layers import BLOCK_MATRICES, local_part
@@ -91,12 +91,12 @@ def trained(plan, spec):
     ("spec", "plan"),
     [
         (UNTIED, {}),
-        wide(HYBRID, {}),
-        (UNTIED, {"tp": 2}),
-        wide(UNTIED, {"pp": 2}),
+        nightly(HYBRID, {}),
+        nightly(UNTIED, {"tp": 2}),
+        nightly(UNTIED, {"pp": 2}),
         (SPARSE, {"pp": 2, "schedule": "zb_h1"}),
-        wide(UNTIED, {"dp_replicate": 2}),
-        wide(SPARSE, {"tp": 2, "pp": 2}),
+        nightly(UNTIED, {"dp_replicate": 2}),
+        nightly(SPARSE, {"tp": 2, "pp": 2}),
     ],
 )
 def test_training_with_copies_has_the_numbers_of_training_without(spec, plan):

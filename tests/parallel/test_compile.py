@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
+from tiers import cases, nightly
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from width import cases, wide
 
 from llama_core.config.models import model_spec
 from llama_core.config.strategy import LoRA, MoE
@@ -96,6 +96,7 @@ def test_all_blocks_share_one_graph_in_every_recompute_mode(graphs, case):
     assert graphs() == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "division", cases({name: DIVISIONS[name] for name in ("TP", "CP", "TP x FSDP")}, narrow={"TP"})
 )
@@ -104,6 +105,7 @@ def test_all_blocks_with_products_in_fp8_are_one_graph_too(graphs, division):
     assert graphs() == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "division", cases({name: DIVISIONS[name] for name in ("alone", "TP", "CP", "TP x FSDP")}, narrow={"TP"})
 )
@@ -122,6 +124,7 @@ def test_all_blocks_with_experts_are_one_graph_too(graphs, case):
     assert graphs() == 1
 
 
+@pytest.mark.wide
 def test_blocks_whose_tokens_travel_are_four_graphs(graphs, monkeypatch):
     # no other rank exists to say how many tokens it sends
     monkeypatch.setattr(expert, "_exchange", lambda x, num_to_receive, num_to_send, group: x.clone())
@@ -131,7 +134,14 @@ def test_blocks_whose_tokens_travel_are_four_graphs(graphs, monkeypatch):
 
 @pytest.mark.parametrize(
     ("recompute", "cp"),
-    [("selective", 2), wide("none", 1), wide("selective", 1), wide("full", 1), wide("none", 2), wide("full", 2)],
+    [
+        ("selective", 2),
+        nightly("none", 1),
+        nightly("selective", 1),
+        nightly("full", 1),
+        nightly("none", 2),
+        nightly("full", 2),
+    ],
 )
 def test_documents_of_any_number_and_length_share_one_graph(graphs, recompute, cp, request):
     """Evaluation, without gradients, has one of its own."""
@@ -157,6 +167,7 @@ def test_documents_of_any_number_and_length_share_one_graph(graphs, recompute, c
     assert made == 4 * [1] + 4 * [2]
 
 
+@pytest.mark.wide
 def test_the_kernel_for_documents_is_recomputed_within_the_graph_of_a_tensor_parallel_block(graphs):
     """Recomputing torch's own attention there fails, so that the graph would have to be within the recomputation."""
     plan = ParallelPlan(tp=2, compile=True, recompute="full", num_microbatches=1)
@@ -179,6 +190,7 @@ def count_graphs_of_copies():
     return counter.frame_count
 
 
+@pytest.mark.wide
 def test_copies_whose_blocks_fill_several_buckets_of_gradients_compile_whole_blocks():
     assert run_ranks(2, count_graphs_of_copies) == [1, 1]
 
@@ -203,9 +215,7 @@ WARMED = {
 """Model, plan, and the graphs of training and of evaluation."""
 
 
-@pytest.mark.parametrize(
-    "case", cases(WARMED, narrow={"alone", "two kinds of recomputation", "TP", "interleaved, ZeRO 1"})
-)
+@pytest.mark.parametrize("case", cases(WARMED, narrow={"alone", "TP"}))
 def test_neither_a_step_nor_an_evaluation_compiles_what_was_compiled_before(graphs, case):
     spec, choices, of_training, of_evaluation = case
     plan = ParallelPlan(**choices, compile=True, num_microbatches=2)
@@ -240,12 +250,12 @@ def compile_before_training():
     ("spec", "choices"),
     [
         (parity.UNTIED, {"dp_shard": 2, "zero_stage": 3}),
-        (parity.TIED, {"pp": 2, "schedule": "interleaved", "num_chunks": 2, "dp_shard": 2, "zero_stage": 1}),
-        wide(parity.UNTIED, {"dp_replicate": 2}),
-        wide(parity.TIED, {"pp": 2, "schedule": "chimera", "dp_shard": 2, "zero_stage": 2}),
-        wide(parity.ADAPTED, {"tp": 2}),
-        wide(parity.UNTIED, {"cp": 2, "dp_shard": 2, "zero_stage": 2}),
-        wide(parity.HYBRID, {"dp_shard": 2, "ep": 2, "zero_stage": 3}),
+        nightly(parity.TIED, {"pp": 2, "schedule": "interleaved", "num_chunks": 2, "dp_shard": 2, "zero_stage": 1}),
+        nightly(parity.UNTIED, {"dp_replicate": 2}),
+        nightly(parity.TIED, {"pp": 2, "schedule": "chimera", "dp_shard": 2, "zero_stage": 2}),
+        nightly(parity.ADAPTED, {"tp": 2}),
+        nightly(parity.UNTIED, {"cp": 2, "dp_shard": 2, "zero_stage": 2}),
+        nightly(parity.HYBRID, {"dp_shard": 2, "ep": 2, "zero_stage": 3}),
     ],
 )
 def test_compiling_blocks_before_every_step_changes_no_number(spec, choices):
@@ -262,13 +272,13 @@ def skip_code_generation():
     ("spec", "choices"),
     [
         (parity.UNTIED, DIVISIONS["FSDP"] | {"recompute": "full"}),
-        wide(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "full"}),
-        wide(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "selective"}),
-        wide(parity.UNTIED, DIVISIONS["CP"] | {"recompute": "selective"}),
-        wide(parity.ADAPTED, DIVISIONS["FSDP"]),
-        wide(parity.DORA, DIVISIONS["FSDP"] | {"recompute": "full"}),
-        wide(parity.DORA, DIVISIONS["TP"]),
-        wide(parity.HYBRID, DIVISIONS["FSDP"] | {"ep": 2}),
+        nightly(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "full"}),
+        nightly(parity.UNTIED, DIVISIONS["TP"] | {"recompute": "selective"}),
+        nightly(parity.UNTIED, DIVISIONS["CP"] | {"recompute": "selective"}),
+        nightly(parity.ADAPTED, DIVISIONS["FSDP"]),
+        nightly(parity.DORA, DIVISIONS["FSDP"] | {"recompute": "full"}),
+        nightly(parity.DORA, DIVISIONS["TP"]),
+        nightly(parity.HYBRID, DIVISIONS["FSDP"] | {"ep": 2}),
     ],
 )
 def test_compiled_blocks_match_one_uncompiled_process(spec, choices):

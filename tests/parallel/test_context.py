@@ -9,9 +9,9 @@ import torch.distributed as dist
 from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import nightly
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.errors import PlanError
@@ -289,7 +289,7 @@ def check_sums_over_ranks(documents):
         torch.testing.assert_close(shares, whole, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("cp_size", [2, wide(4)])
+@pytest.mark.parametrize("cp_size", [2, nightly(4)])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 def test_losses_and_gradients_of_the_ranks_sum_to_one_process_in_every_recompute_mode(cp_size, documents):
     run_ranks(cp_size, check_sums_over_ranks, documents)
@@ -323,7 +323,7 @@ def check_compiled():
     torch.testing.assert_close(loss_and_gradients(compiled, *batch), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_compiled_blocks_have_the_same_loss_and_gradients():
     run_ranks(2, check_compiled)
 

@@ -142,7 +142,7 @@ def test_fp16_with_a_scaled_loss_is_near_fp32(plan):
         assert norm == pytest.approx(exact_norm, rel=2**-9)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("sharding", [{"dp_shard": 2, "zero_stage": 1}, {"dp_replicate": 2}])
 def test_a_backward_before_the_first_forward_of_a_ranks_other_stage_trains_in_16_bits(sharding):
     plan = ParallelPlan(pp=2, schedule="chimera_halving", microbatch_size=2, **sharding)

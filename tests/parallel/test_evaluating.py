@@ -6,7 +6,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from parity import ADAPTED_RELATIVE, DORA, PACKED, RELATIVE, SPARSE, TIED, draw_adapters
-from width import cases
+from tiers import cases
 
 from llama_core.models.batch import Batch
 from llama_core.models.batched_generation import generate_rows
@@ -63,12 +63,13 @@ def drawn_texts(model, sampling):
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("spec", cases(SPECS, narrow=["relative with adapters"]))
 def test_ranks_that_divide_matrices_and_layers_answer_as_one_process(spec):
     check(spec, DIVIDED)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_copies_of_a_pipeline_answer_as_one_process():
     check(TIED, COPIES)
 

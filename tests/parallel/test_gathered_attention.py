@@ -11,9 +11,9 @@ from document_kernel import DENSE
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import Operations
+from tiers import nightly
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.models.batch import Batch, Documents
@@ -184,10 +184,10 @@ def check_ranks(recompute, compiled):
     ("cp_size", "recompute", "compiled"),
     [
         (2, "none", False),
-        (4, "selective", False),
-        wide(2, "full", False),
-        wide(2, "selective", True),
-        wide(2, "full", True),
+        nightly(4, "selective", False),
+        nightly(2, "full", False),
+        nightly(2, "selective", True),
+        nightly(2, "full", True),
     ],
 )
 def test_ranks_together_have_the_outputs_losses_and_gradients_of_one_process(cp_size, recompute, compiled):

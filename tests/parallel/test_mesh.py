@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from parity import SPARSE, UNTIED, largest_differences
 from test_parity import PLANS, SPARSE_PLANS
+from tiers import nightly
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from width import wide
 
 from llama_core.parallel import mesh, ranks
 from llama_core.parallel.mesh import Mesh
@@ -32,11 +32,11 @@ def groups_as_on_cuda():
     ("name", "spec"),
     [
         ("pp2 1f1b", UNTIED),
-        wide("pp2 zero3 dp2", UNTIED),
-        wide("tp2 pp2 zero2 dp2", UNTIED),
-        wide("pp2 cp2", UNTIED),
-        wide("pp2 chimera hsdp2x2", UNTIED),
-        wide("ep2 pp2 chimera zero2", SPARSE),
+        nightly("pp2 zero3 dp2", UNTIED),
+        nightly("tp2 pp2 zero2 dp2", UNTIED),
+        nightly("pp2 cp2", UNTIED),
+        nightly("pp2 chimera hsdp2x2", UNTIED),
+        nightly("ep2 pp2 chimera zero2", SPARSE),
     ],
 )
 def test_a_plan_trains_over_the_groups_of_cuda_with_the_numbers_of_one_process(name, spec):

@@ -26,7 +26,7 @@ from parity import (
     train,
     weights_by_rank,
 )
-from width import cases, wide
+from tiers import cases, nightly
 
 from llama_core.config.strategy import LoRA
 from llama_core.parallel import apply, context, document_chunks, gathered_attention, gradients, ring, tensor
@@ -177,7 +177,6 @@ DOCUMENT_PLANS = {
 
 NARROW = {
     "dp3",
-    "tp2 cp2",
     "pp2 interleaved",
     "pp2 zbv",
     "pp4 chimera, N=10",
@@ -202,7 +201,7 @@ def test_a_tied_embedding_is_one_parameter_wherever_it_is_held(plan):
 
 @pytest.mark.parametrize(
     "plan",
-    cases(ADAPTED_PLANS, narrow={"hsdp2x2", "tp2 sp, selective recompute"}),
+    cases(ADAPTED_PLANS, narrow={"tp2 sp, selective recompute"}),
 )
 def test_adapters_match_one_process_and_nothing_else_trains(plan):
     differences = largest_differences(plan, spec=ADAPTED)
@@ -211,13 +210,14 @@ def test_adapters_match_one_process_and_nothing_else_trains(plan):
 
 @pytest.mark.parametrize(
     "plan",
-    cases(SPARSE_PLANS, narrow={"ep2 tp2", "ep2 zero3 dp2", "pp2 zbv"}),
+    cases(SPARSE_PLANS, narrow={"ep2 tp2", "pp2 zbv"}),
 )
 def test_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=SPARSE)
     assert max(differences.values()) < 1e-8, differences
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("plan", cases(HYBRID_PLANS, narrow={"ep2 zero3 dp2"}))
 def test_adapters_beside_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=HYBRID)
@@ -225,7 +225,7 @@ def test_adapters_beside_experts_match_one_process(plan):
 
 
 @pytest.mark.parametrize("plan", cases(RELATIVE_PLANS, narrow={"tp2 cp2"}))
-@pytest.mark.parametrize("spec", [RELATIVE, wide(ADAPTED_RELATIVE)], ids=["trained", "adapted"])
+@pytest.mark.parametrize("spec", [RELATIVE, nightly(ADAPTED_RELATIVE)], ids=["trained", "adapted"])
 def test_the_traits_of_relatives_match_one_process(spec, plan):
     differences = largest_differences(plan, spec=spec)
     assert max(differences.values()) < 1e-8, differences
@@ -251,8 +251,8 @@ def _take_documents(shortest_piece=1):
     apply.shard_batch = lambda batch, cp_rank, cp_size: shard_batch(batch.with_documents(), cp_rank, cp_size)
 
 
-@pytest.mark.parametrize("plan", cases(DOCUMENT_PLANS, narrow={"cp4", "tp2 cp2", "pp2 cp2"}))
-@pytest.mark.parametrize("spec", [RELATIVE, wide(UNTIED), wide(SPARSE)], ids=["windows", "dense", "experts"])
+@pytest.mark.parametrize("plan", cases(DOCUMENT_PLANS, narrow={"cp4", "pp2 cp2"}))
+@pytest.mark.parametrize("spec", [RELATIVE, nightly(UNTIED), nightly(SPARSE)], ids=["windows", "dense", "experts"])
 def test_rows_cut_by_document_match_one_process(spec, plan):
     differences = largest_differences(plan, spec=spec, fault=_take_documents)
     assert max(differences.values()) < 1e-8, differences
@@ -271,7 +271,7 @@ def _losses_with_dropout(plan):
     return train(plan, replace(UNTIED, num_layers=2, lora=lora), torch.float64, documents=False)["losses"][""]
 
 
-@pytest.mark.parametrize("recompute", [wide("full"), "selective"])
+@pytest.mark.parametrize("recompute", [nightly("full"), "selective"])
 def test_tensor_parallel_ranks_drop_the_same_elements_even_when_recomputing(recompute):
     (expected,) = run_ranks(1, _losses_with_dropout, ParallelPlan(num_microbatches=4))
     for losses in run_ranks(2, _losses_with_dropout, ParallelPlan(tp=2, num_microbatches=4, recompute=recompute)):
@@ -279,14 +279,14 @@ def test_tensor_parallel_ranks_drop_the_same_elements_even_when_recomputing(reco
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"), [("cp2", UNTIED), wide("pp4 chimera, N=8", UNTIED), wide("tp2 cp2", RELATIVE)]
+    ("name", "spec"), [("cp2", UNTIED), nightly("pp4 chimera, N=8", UNTIED), nightly("tp2 cp2", RELATIVE)]
 )
 def test_rows_of_one_document_match_one_process_too(name, spec):
     differences = largest_differences(PLANS[name], spec=spec, documents=False)
     assert max(differences.values()) < 1e-8, differences
 
 
-@pytest.mark.parametrize("name", ["dp2", wide("tp2 pp2")])
+@pytest.mark.parametrize("name", ["dp2", nightly("tp2 pp2")])
 def test_fp32_differs_by_rounding_alone(name):
     """A loss is a mean of 100 terms, each rounded by 6e-8; AdamW changes the few updates near zero by 1e-3."""
     differences = largest_differences(PLANS[name], dtype=torch.float32)
@@ -368,7 +368,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name in NARROW else wide(name) for name in FAULTS])
+@pytest.mark.parametrize("name", [name if name in NARROW else nightly(name) for name in FAULTS])
 def test_a_broken_collective_is_detected(name):
     differences = largest_differences(PLANS[name], fault=FAULTS[name])
     assert max(differences.values()) > 1e-6, differences
@@ -379,13 +379,13 @@ def test_keys_laid_out_in_another_order_are_detected():
     assert max(differences.values()) > 1e-3, differences
 
 
-@pytest.mark.parametrize(("name", "fault"), [("ep2", _experts_not_averaged), wide("tp2", _gradients_not_completed)])
+@pytest.mark.parametrize(("name", "fault"), [("ep2", _experts_not_averaged), nightly("tp2", _gradients_not_completed)])
 def test_a_broken_collective_of_experts_is_detected(name, fault):
     differences = largest_differences((PLANS | SPARSE_PLANS)[name], spec=SPARSE, fault=fault)
     assert max(differences.values()) > 1e-3, differences
 
 
-@pytest.mark.parametrize("spec", [UNTIED, wide(TIED)])
+@pytest.mark.parametrize("spec", [UNTIED, nightly(TIED)])
 def test_the_two_replicas_of_a_chimera_stage_stay_the_same_to_the_bit(spec):
     ranks = weights_by_rank(PLANS["pp4 chimera, N=4"], spec)
     for down, up in ((0, 3), (1, 2)):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from distributed import run_ranks
 from parity import ADAPTED, SEQ_LEN, SPARSE, TIED, UNTIED
+from tiers import nightly
 from torch.utils._python_dispatch import TorchDispatchMode
-from width import wide
 
 from llama_core.models.batch import Batch
 from llama_core.parallel.apply import ParallelModel
@@ -31,13 +31,13 @@ PLANS = [
     ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=3),
     ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2),
     ParallelPlan(cp=2, zero_stage=3, recompute="full"),
-    wide(ParallelPlan(dp_replicate=2, num_microbatches=2)),
-    wide(ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=3)),
-    wide(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2)),
-    wide(ParallelPlan(tp=2, recompute="full", dp_shard=2, zero_stage=3, num_microbatches=2)),
-    wide(ParallelPlan(tp=2, recompute="full", sequence_parallel=False)),
-    wide(ParallelPlan(pp=2, schedule="chimera", num_microbatches=4)),
-    wide(ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4, dp_shard=2, zero_stage=3)),
+    nightly(ParallelPlan(dp_replicate=2, num_microbatches=2)),
+    nightly(ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=3)),
+    nightly(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2)),
+    nightly(ParallelPlan(tp=2, recompute="full", dp_shard=2, zero_stage=3, num_microbatches=2)),
+    nightly(ParallelPlan(tp=2, recompute="full", sequence_parallel=False)),
+    nightly(ParallelPlan(pp=2, schedule="chimera", num_microbatches=4)),
+    nightly(ParallelPlan(pp=2, schedule="interleaved", num_chunks=2, num_microbatches=4, dp_shard=2, zero_stage=3)),
 ]
 
 
@@ -110,9 +110,9 @@ def test_every_rank_sends_the_counted_transfers(plan):
     "plan",
     [
         ParallelPlan(dp_replicate=2, num_microbatches=2),
-        wide(ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2)),
-        wide(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2)),
-        wide(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=1, num_microbatches=4)),
+        nightly(ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2)),
+        nightly(ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2)),
+        nightly(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=1, num_microbatches=4)),
     ],
     ids=lambda plan: plan.summary(),
 )
@@ -121,16 +121,17 @@ def test_only_adapters_are_reduced(plan):
     assert ranks == [counted(plan, ADAPTED, plan.coordinate(rank, "pp")) for rank in range(plan.world_size)]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "plan",
     [
         ParallelPlan(tp=2, dp_shard=2, ep=2, zero_stage=3, recompute="full", num_microbatches=2),
-        wide(ParallelPlan(dp_shard=4, ep=2, zero_stage=1, num_microbatches=2)),
-        wide(ParallelPlan(dp_shard=4, ep=2, zero_stage=2, recompute="selective", num_microbatches=2)),
-        wide(ParallelPlan(dp_replicate=4, ep=2, num_microbatches=2)),
-        wide(ParallelPlan(cp=2, dp_shard=2, ep=2, zero_stage=3, num_microbatches=2)),
-        wide(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, ep=2, zero_stage=1, num_microbatches=4)),
-        wide(ParallelPlan(tp=2, dp_shard=2, zero_stage=2, num_microbatches=2)),
+        nightly(ParallelPlan(dp_shard=4, ep=2, zero_stage=1, num_microbatches=2)),
+        nightly(ParallelPlan(dp_shard=4, ep=2, zero_stage=2, recompute="selective", num_microbatches=2)),
+        nightly(ParallelPlan(dp_replicate=4, ep=2, num_microbatches=2)),
+        nightly(ParallelPlan(cp=2, dp_shard=2, ep=2, zero_stage=3, num_microbatches=2)),
+        nightly(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, ep=2, zero_stage=1, num_microbatches=4)),
+        nightly(ParallelPlan(tp=2, dp_shard=2, zero_stage=2, num_microbatches=2)),
     ],
     ids=lambda plan: plan.summary(),
 )

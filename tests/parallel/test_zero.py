@@ -27,8 +27,8 @@ from parity import (
     undefined,
     with_rows_before,
 )
+from tiers import nightly
 from toy_objective import Masked
-from width import wide
 
 from llama_core.config.models import model_spec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
@@ -135,15 +135,15 @@ def assert_equal_within_rounding(ranks, expected):
     ("spec", "choices"),
     [
         (TIED, {"zero_stage": 2, "offload": "optimizer"}),
-        wide(ADAPTED, {"zero_stage": 1}),
-        wide(UNTIED, {"zero_stage": 1, "compile": True}),
-        wide(UNTIED, {"zero_stage": 2, "recompute": "selective"}),
-        wide(UNTIED, {"zero_stage": 3, "recompute": "selective"}),
-        wide(TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (2,)}),
-        wide(ADAPTED, {"zero_stage": 3, "offload": "optimizer", "recompute": "selective"}),
-        wide(DORA, {"zero_stage": 2}),
-        wide(DORA, {"zero_stage": 3, "recompute": "full"}),
-        wide(PRINCIPAL, {"zero_stage": 3}),
+        nightly(ADAPTED, {"zero_stage": 1}),
+        nightly(UNTIED, {"zero_stage": 1, "compile": True}),
+        nightly(UNTIED, {"zero_stage": 2, "recompute": "selective"}),
+        nightly(UNTIED, {"zero_stage": 3, "recompute": "selective"}),
+        nightly(TIED, {"zero_stage": 3, "offload": "parameters", "recompute": "full", "recomputed_layers": (2,)}),
+        nightly(ADAPTED, {"zero_stage": 3, "offload": "optimizer", "recompute": "selective"}),
+        nightly(DORA, {"zero_stage": 2}),
+        nightly(DORA, {"zero_stage": 3, "recompute": "full"}),
+        nightly(PRINCIPAL, {"zero_stage": 3}),
     ],
     ids=lambda value: " ".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
@@ -151,16 +151,23 @@ def test_training_matches_one_process_without_deepspeed(spec, choices):
     assert_equal_within_rounding(two_ranks(DeepSpeedPlan(**choices), spec), alone(spec))
 
 
-@pytest.mark.parametrize("stage", [2, wide(3)])
+@pytest.mark.parametrize("stage", [2, nightly(3)])
 def test_another_objective_matches_one_process_too(stage):
     expected = alone(UNTIED, MASKED)
     assert_equal_within_rounding(two_ranks(DeepSpeedPlan(zero_stage=stage), objective=MASKED), expected)
     assert expected["losses"][""] != pytest.approx(alone(UNTIED)["losses"][""], rel=1e-3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("stage", "spec", "objective"),
-    [(2, ADAPTED, DPO), wide(3, UNTIED, DPO), wide(3, ADAPTED, DPO), wide(2, UNTIED, KTO), wide(3, ADAPTED, KTO)],
+    [
+        (2, ADAPTED, DPO),
+        nightly(3, UNTIED, DPO),
+        nightly(3, ADAPTED, DPO),
+        nightly(2, UNTIED, KTO),
+        nightly(3, ADAPTED, KTO),
+    ],
 )
 def test_answers_match_one_process_too(stage, spec, objective):
     ranks = two_ranks(DeepSpeedPlan(zero_stage=stage), spec, objective=objective)
@@ -170,7 +177,7 @@ def test_answers_match_one_process_too(stage, spec, objective):
         np.testing.assert_allclose(ours["answers"], expected["answers"][""], rtol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
+@pytest.mark.parametrize("stage", [nightly(1), 2, nightly(3)])
 def test_bf16_starts_from_the_same_fp32_weights_and_stays_near_fp32(stage):
     drawn = {name: p.detach().numpy() for name, p in build_llama(UNTIED, device="cpu", seed=1).named_parameters()}
     for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
@@ -181,7 +188,7 @@ def test_bf16_starts_from_the_same_fp32_weights_and_stays_near_fp32(stage):
         np.testing.assert_allclose(ours["norms"], alone(UNTIED)["norms"][""], rtol=2**-9)
 
 
-@pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
+@pytest.mark.parametrize("stage", [nightly(1), 2, nightly(3)])
 def test_nothing_is_printed(stage):
     for ours in two_ranks(DeepSpeedPlan(zero_stage=stage), dtype=torch.bfloat16):
         assert ours["output"] == ""
@@ -192,7 +199,7 @@ def test_the_callback_sees_every_forward_and_backward():
         assert ours["phases"] == (["forward", "backward"] * 2 + ["optimizer"]) * NUM_STEPS
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_blocks_are_compiled_only_if_the_plan_says_so():
     for stage, compiled in ((1, True), (2, False)):
         plan = DeepSpeedPlan(zero_stage=stage, compile=compiled, recompute="none" if compiled else "selective")
@@ -215,7 +222,7 @@ def forwards_of_layers():
     return counts
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_only_the_layers_of_the_plan_are_recomputed():
     assert run_ranks(2, forwards_of_layers) == [[4] * 2 + [2] * 2] * 2
 
@@ -244,7 +251,7 @@ def first_norms_with_compression():
     return norms
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_compressed_gradients_are_rounded_to_bf16_in_transit():
     exact = alone(UNTIED)["norms"][""][0]
     for norms in run_ranks(2, first_norms_with_compression):
@@ -264,7 +271,7 @@ def norms_of_clipped_gradients():
     return norms
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_gradients_are_clipped_by_the_norm_over_all_ranks():
     """After one step the first moments are the clipped gradients, scaled."""
     for norms in run_ranks(2, norms_of_clipped_gradients):
@@ -296,9 +303,9 @@ def resumed(plan, dtype, folder):
 @pytest.mark.parametrize(
     ("choices", "dtype"),
     [
-        wide({"zero_stage": 1}, torch.bfloat16),
+        nightly({"zero_stage": 1}, torch.bfloat16),
         ({"zero_stage": 2, "offload": "optimizer"}, torch.float32),
-        wide({"zero_stage": 3, "offload": "parameters"}, torch.bfloat16),
+        nightly({"zero_stage": 3, "offload": "parameters"}, torch.bfloat16),
     ],
 )
 def test_a_run_resumed_from_its_renamed_checkpoint_matches_an_undisturbed_one(tmp_path, choices, dtype):
@@ -332,7 +339,7 @@ def load_with_a_bomb(stage, folder):
     model.load(folder / "saved")
 
 
-@pytest.mark.parametrize("stage", [wide(1), 2, wide(3)])
+@pytest.mark.parametrize("stage", [nightly(1), 2, nightly(3)])
 def test_resuming_from_files_of_deepspeed_runs_no_code_in_them(tmp_path, stage):
     run_ranks(1, load_with_a_bomb, stage, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -354,7 +361,9 @@ def with_and_without_a_spoiled_step(stage, dtype):
     return outcome, *(weights_of(model) for model in models)
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [wide(1, torch.bfloat16), (2, torch.float32), wide(3, torch.float32)])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [nightly(1, torch.bfloat16), (2, torch.float32), nightly(3, torch.float32)]
+)
 def test_a_step_with_an_infinite_loss_on_one_rank_leaves_no_trace(stage, dtype):
     for (loss, grad_norm, updated), weights, expected in run_ranks(2, with_and_without_a_spoiled_step, stage, dtype):
         assert not updated
@@ -387,10 +396,10 @@ def bytes_per_parameter(stage, dtype):
 @pytest.mark.parametrize(
     ("stage", "dtype", "expected"),
     [
-        wide(1, torch.bfloat16, 2 + 12 / 2 + 4),
-        wide(2, torch.float32, 4 + 12 / 2),
+        nightly(1, torch.bfloat16, 2 + 12 / 2 + 4),
+        nightly(2, torch.float32, 4 + 12 / 2),
         (2, torch.bfloat16, 2 + 12 / 2),
-        wide(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4: the buffer, of a model below its limit
+        nightly(3, torch.bfloat16, (2 + 12 + 4) / 2 + 4),  # the last 4: the buffer, of a model below its limit
     ],
 )
 def test_between_steps_a_rank_holds_the_bytes_of_its_stage(stage, dtype, expected):
@@ -418,7 +427,7 @@ def most_gathered_parameters():
     return max(counts)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_stage_3_gathers_two_blocks_besides_the_tables():
     norms = (2 * DEEP.num_layers + 1) * DEEP.hidden_size
     a_matrix = DEEP.hidden_size * DEEP.ffn_size  # gathered when needed, whatever the limit

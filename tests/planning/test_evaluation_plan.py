@@ -113,7 +113,7 @@ def texts(model):
 
 @pytest.mark.parametrize("compute", [losses, scores, texts])
 @pytest.mark.parametrize(
-    "sizes", [{}, pytest.param({"num_layers": 16, "num_kv_heads": 32}, marks=pytest.mark.wide)], ids=["few", "many"]
+    "sizes", [{}, pytest.param({"num_layers": 16, "num_kv_heads": 32}, marks=pytest.mark.nightly)], ids=["few", "many"]
 )
 def test_evaluations_hold_as_many_bytes_as_they_are_estimated_to(compute, sizes):
     spec = replace(model_spec("llama3_8b"), **({"hidden_size": 256, "num_layers": 2, "ffn_size": 896} | sizes))

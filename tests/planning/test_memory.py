@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from width import wide
+from tiers import nightly
 
 from llama_core.chain.planned import planned_as
 from llama_core.config.hardware import gpu_spec
@@ -121,11 +121,11 @@ def pipeline(schedule, zero_stage, pp=2, **choices):
     ("plan", "pp_rank", "precision"),
     [
         (pipeline("chimera", 1), 0, "fp32"),
-        wide(pipeline("interleaved", 2, num_chunks=2, dp_replicate=2), 0, "bf16"),
-        wide(pipeline("chimera_doubling", 3, recompute="full"), 0, "bf16"),
-        wide(pipeline("chimera", 3, pp=4), 1, "fp32"),
-        wide(pipeline("interleaved", 3, num_chunks=2), 0, "bf16"),
-        wide(pipeline("1f1b", 3, pp=4), 1, "bf16"),
+        nightly(pipeline("interleaved", 2, num_chunks=2, dp_replicate=2), 0, "bf16"),
+        nightly(pipeline("chimera_doubling", 3, recompute="full"), 0, "bf16"),
+        nightly(pipeline("chimera", 3, pp=4), 1, "fp32"),
+        nightly(pipeline("interleaved", 3, num_chunks=2), 0, "bf16"),
+        nightly(pipeline("1f1b", 3, pp=4), 1, "bf16"),
     ],
     ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else value,
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from width import wide
+from tiers import nightly
 
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
@@ -52,11 +52,11 @@ def experts(number, layers="null"):
         ("tiny_llama3_150m", 4, "rtx4090", 64, {}),
         ("llama3_8b", 8, "h100", 8, {}),
         ("tiny_llama3_150m", 8, "rtx4090", 8, experts(4, 2)),
-        wide("llama2_13b", 8, "h100", 16, {}),
-        wide("llama2_7b", 8, "a100_40gb", 16, {}),
-        wide("tiny_llama3_150m", 8, "rtx4090", 16, experts(8)),
-        wide("llama2_13b", 16, "h100", 32, experts(16, "[4,8,12,16,20,24,28]")),
-        wide("llama3_2_1b", 16, "a100_40gb", 16, experts(8, "[8,9,10,11,12,13,14,15]")),
+        nightly("llama2_13b", 8, "h100", 16, {}),
+        nightly("llama2_7b", 8, "a100_40gb", 16, {}),
+        nightly("tiny_llama3_150m", 8, "rtx4090", 16, experts(8)),
+        nightly("llama2_13b", 16, "h100", 32, experts(16, "[4,8,12,16,20,24,28]")),
+        nightly("llama3_2_1b", 16, "a100_40gb", 16, experts(8, "[8,9,10,11,12,13,14,15]")),
     ],
 )
 def test_no_plan_that_fits_is_a_percent_faster_and_none_is_better_than_its_bounds(
@@ -206,6 +206,7 @@ def test_8b_on_one_node_gives_a_reason_for_each_choice():
     assert all(other.step.total >= choice.step.total for other in choice.runners_up)
 
 
+@pytest.mark.nightly
 def test_70b_on_96_devices_lists_the_divisions_never_tried():
     rejected = searched(request("llama3_70b", 96, training__batch_size=192)).rejected
     assert "tp 3: does not divide 8 key/value heads" not in rejected
@@ -214,7 +215,7 @@ def test_70b_on_96_devices_lists_the_divisions_never_tried():
     assert any("chimera" in line for line in rejected)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_405b_on_64_h200_gets_a_pipeline_and_rejects_zero_0():
     choice = searched(request("llama3_405b", 64), "h200")
     assert choice.plan.pp > 1

@@ -1,8 +1,8 @@
 """The rehearsal trains the adapters of its run, so it finds out a row or a program that does not tell the truth."""
 
 import pytest
+from tiers import cases
 from toy_adapter import FACTORS
-from width import cases
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.run import RunConfig
@@ -39,7 +39,7 @@ def request(kind, plan, **settings):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2", "zero3"}))
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2"}))
 def test_the_estimates_of_adapters_are_what_their_rehearsal_counts(plan, kind):
     assert_estimated(request(kind, plan), plan)
 
@@ -49,7 +49,7 @@ def test_how_adapters_begin_changes_no_estimate():
     assert_estimated(request(ADAPTERS["lora"], PLANS["tp2"], **settings), PLANS["tp2"])
 
 
-@pytest.mark.parametrize("plan", cases(PLANS, narrow={"full", "zero3"}))
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"zero3"}))
 def test_the_estimates_over_matrices_in_nf4_are_what_their_rehearsal_counts(plan):
     assert_estimated(request(ADAPTERS["lora"], plan, base="nf4"), plan)
 

@@ -167,7 +167,7 @@ def test_the_calls_of_all_ranks_of_some_plans_match_and_can_end(case):
     assert not problems_of_one_stream(*case)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # a minute of processor time
 @drawn(60)
 @given(small_plans(ALONE, most_microbatches=2))
@@ -175,7 +175,7 @@ def test_the_calls_of_all_ranks_of_any_plan_match_and_can_end(case):
     assert not problems_of_one_stream(*case)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # a minute of processor time
 @drawn(60)
 @given(small_plans(STAGES))
@@ -183,7 +183,7 @@ def test_the_calls_of_all_ranks_of_any_pipeline_match_and_can_end(case):
     assert not problems_of_one_stream(*case)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @drawn(30)
 @given(small_plans(ALONE | STAGES, max_ranks=4))
 def test_they_do_so_over_several_steps_and_a_checkpoint(case):

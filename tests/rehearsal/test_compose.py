@@ -2,7 +2,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from width import wide
+from tiers import nightly
 
 from llama_core.config import models
 from llama_core.config.models import ModelSpec
@@ -67,10 +67,10 @@ PLANS = [
     plan_of("1f1b", tp=2),
 ]
 CASES = [
-    wide(TIED.name, plan_of("zbv")),
+    nightly(TIED.name, plan_of("zbv")),
     *((SPEC.name, plan) for plan in NARROW_PLANS),
-    *(wide(SPEC.name, plan) for plan in PLANS[len(NARROW_PLANS) :]),
-    wide(TIED.name, plan_of("interleaved", dp_shard=2, zero_stage=3)),
+    *(nightly(SPEC.name, plan) for plan in PLANS[len(NARROW_PLANS) :]),
+    nightly(TIED.name, plan_of("interleaved", dp_shard=2, zero_stage=3)),
 ]
 
 
@@ -85,12 +85,12 @@ def test_a_composed_step_matches_the_traced_one_in_bytes_flops_and_transfers(mod
 
 FOLDED_PLANS = [
     plan_of(pp=1, dp_shard=2, zero_stage=3, num_microbatches=1, recompute="full"),
-    wide(plan_of("1f1b", recompute="selective", recomputed_layers=(8, 0))),
-    wide(plan_of(pp=1, dp_replicate=2, num_microbatches=2)),
-    wide(plan_of(pp=1, tp=2, num_microbatches=2)),
-    wide(plan_of(pp=1, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=3)),
-    wide(plan_of(pp=1, dp_shard=3, zero_stage=3, num_microbatches=2)),  # which do not divide the rows evenly
-    wide(plan_of("chimera", tp=2, dp_shard=2, zero_stage=3)),
+    nightly(plan_of("1f1b", recompute="selective", recomputed_layers=(8, 0))),
+    nightly(plan_of(pp=1, dp_replicate=2, num_microbatches=2)),
+    nightly(plan_of(pp=1, tp=2, num_microbatches=2)),
+    nightly(plan_of(pp=1, dp_shard=2, dp_replicate=2, zero_stage=2, num_microbatches=3)),
+    nightly(plan_of(pp=1, dp_shard=3, zero_stage=3, num_microbatches=2)),  # which do not divide the rows evenly
+    nightly(plan_of("chimera", tp=2, dp_shard=2, zero_stage=3)),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_ranks
-from width import wide
+from tiers import nightly
 
 from llama_core.config import models
 from llama_core.config.models import ModelSpec
@@ -78,7 +78,7 @@ SMALL_CASES = list(
 
 @pytest.mark.parametrize(
     ("model", "precision", "shape"),
-    [*SMALL_CASES[::3], *(wide(*c) for c in SMALL_CASES[1::3] + SMALL_CASES[2::3])],
+    [*SMALL_CASES[::3], *(nightly(*c) for c in SMALL_CASES[1::3] + SMALL_CASES[2::3])],
     ids=str,
 )
 def test_the_estimate_is_within_one_percent_of_the_bytes_counted_on_the_real_step(model, precision, shape):
@@ -89,9 +89,9 @@ def test_the_estimate_is_within_one_percent_of_the_bytes_counted_on_the_real_ste
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [
-        wide("tiny_llama3_50m", shape(2, 2, "full")),
+        nightly("tiny_llama3_50m", shape(2, 2, "full")),
         ("tiny_llama3_150m", ("training.precision=fp32", "training.seq_len=1024", *shape(2))),
-        wide("llama3_8b", ("data.document_mask=false", *shape(recompute="full"))),
+        nightly("llama3_8b", ("data.document_mask=false", *shape(recompute="full"))),
     ],
     ids=str,
 )
@@ -143,9 +143,9 @@ def on(device, precision="bf16"):
     [
         ("medium", "fp8", "true"),
         ("wide_vocabulary", "bf16", "false"),
-        wide("medium", "bf16", "false"),
-        wide("medium", "bf16", "true"),
-        wide("wide_vocabulary", "fp8", "true"),
+        nightly("medium", "bf16", "false"),
+        nightly("medium", "bf16", "true"),
+        nightly("wide_vocabulary", "fp8", "true"),
     ],
 )
 def test_the_estimate_of_a_run_on_cuda_is_as_close(model, precision, compiled):
@@ -252,24 +252,24 @@ HALF = ("training.precision=bf16", "data.document_mask=false")
 KERNEL = ("training.precision=bf16", "data.document_mask=true", "launch.device=cuda")
 CUDA = (*HALF, "launch.device=cuda")
 TWO_LAYERS = (*HALF, "architecture.num_layers=2")
-NARROW = ("cp2", "zero2", "interleaved", "1f1b partly full", "tp2 1f1b zero3")
+NARROW = ("cp2", "zero2", "1f1b partly full", "tp2 1f1b zero3")
 CASES = [
     *(("medium", HALF, name) for name in NARROW),
-    *(wide("medium", HALF, name) for name in PLANS if name not in NARROW),
+    *(nightly("medium", HALF, name) for name in PLANS if name not in NARROW),
     ("even", (*KERNEL, "training.seq_len=4096"), "cp8 full"),
-    wide("many_heads", KERNEL, "cp8 full"),
-    *(wide("medium", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
-    *(wide("many_heads", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
+    nightly("many_heads", KERNEL, "cp8 full"),
+    *(nightly("medium", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
+    *(nightly("many_heads", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
     ("medium", CUDA, "compiled tp2 selective"),
-    *(wide("medium", CUDA, name) for name in PLANS if name != "compiled tp2 selective"),
-    ("relative", CUDA, "compiled tp2 selective"),
-    *(wide("relative", CUDA, name) for name in ("tp2", "cp2", "zero3 full", "zbv")),
-    *(wide("relative", PRECISE, name) for name in ("tp2", "cp2", "1f1b partly full")),
-    wide("relative", KERNEL, "tp2 cp2 zero3 selective"),
+    *(nightly("medium", CUDA, name) for name in PLANS if name != "compiled tp2 selective"),
+    nightly("relative", CUDA, "compiled tp2 selective"),
+    *(nightly("relative", CUDA, name) for name in ("tp2", "cp2", "zero3 full", "zbv")),
+    *(nightly("relative", PRECISE, name) for name in ("tp2", "cp2", "1f1b partly full")),
+    nightly("relative", KERNEL, "tp2 cp2 zero3 selective"),
     ("medium", PRECISE, "tp2"),
-    wide("medium", PRECISE, "cp2"),
-    *(wide("medium_tied", HALF, name) for name in ("zero3", "chimera", "chimera once zero1")),
-    wide("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
+    nightly("medium", PRECISE, "cp2"),
+    *(nightly("medium_tied", HALF, name) for name in ("zero3", "chimera", "chimera once zero1")),
+    nightly("medium_tied", (*HALF, "training.seq_len=64"), "zero3 full"),
 ]
 
 
@@ -299,8 +299,8 @@ def test_the_estimate_of_every_pipeline_rank_is_within_three_percent_of_its_rehe
     "plan",
     [
         pipeline("1f1b", num_microbatches=2, zero_stage=2, dp_shard=2),
-        pipeline("chimera", zero_stage=2, dp_shard=2),
-        pipeline("1f1b", pp=4, zero_stage=3, dp_shard=2),
+        nightly(pipeline("chimera", zero_stage=2, dp_shard=2)),
+        nightly(pipeline("1f1b", pp=4, zero_stage=3, dp_shard=2)),
     ],
     ids=ParallelPlan.summary,
 )
@@ -323,7 +323,7 @@ def test_estimate_and_rehearsal_of_many_ranks_agree_on_every_category_at_the_end
         assert estimate[category] == pytest.approx(counted.get(category, 0), rel=0.03, abs=2**20)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_large_model_under_tensor_and_pipeline_parallelism_is_estimated_within_one_percent():
     config = RunConfig.from_mapping({"model": "llama3_8b"}, (*HALF, "training.seq_len=2048"))
     plan = ParallelPlan(tp=2, pp=4, num_microbatches=4)
@@ -347,8 +347,8 @@ def test_the_rank_that_is_rehearsed_by_default_is_the_fullest(model, plan):
     "plan",
     [
         ParallelPlan(tp=2, pp=2),
-        wide(pipeline("chimera", num_microbatches=2)),
-        wide(pipeline("zb_h1", num_microbatches=2)),
+        nightly(pipeline("chimera", num_microbatches=2)),
+        nightly(pipeline("zb_h1", num_microbatches=2)),
     ],
     ids=ParallelPlan.summary,
 )
@@ -380,7 +380,7 @@ def test_the_last_rank_counts_its_queries_against_whole_documents_too():
     ("plan", "tolerance"),
     [
         (ParallelPlan(tp=2, pp=2, dp_shard=2, zero_stage=3, num_microbatches=2), 0),
-        wide(ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=2, num_microbatches=2), 0),
+        nightly(ParallelPlan(dp_replicate=2, dp_shard=2, zero_stage=2, num_microbatches=2), 0),
         (ParallelPlan(cp=2, zero_stage=3), 0.02),  # first and last rank of a ring see halves of keys and of queries
         (ParallelPlan(dp_shard=3, zero_stage=3), 0.01),  # three do not divide 512 rows: the last shard is smaller
     ],
@@ -416,13 +416,13 @@ def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
         ("medium", ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2), HALF),
         ("medium", ParallelPlan(cp=2, zero_stage=3, recompute="full"), HALF),
         ("medium", ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
-        wide("medium", ParallelPlan(cp=4, zero_stage=3, recompute="full"), KERNEL),
-        wide("medium", ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6), HALF),
+        nightly("medium", ParallelPlan(cp=4, zero_stage=3, recompute="full"), KERNEL),
+        nightly("medium", ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6), HALF),
         ("medium", pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3), HALF),
-        wide("medium", pipeline("chimera", num_microbatches=8), HALF),
+        nightly("medium", pipeline("chimera", num_microbatches=8), HALF),
         ("relative", ParallelPlan(tp=2, num_microbatches=2), HALF),
-        wide("relative", ParallelPlan(tp=2, sequence_parallel=False), HALF),
-        wide("relative", ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
+        nightly("relative", ParallelPlan(tp=2, sequence_parallel=False), HALF),
+        nightly("relative", ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
     ],
     ids=lambda value: (
         value.summary() if isinstance(value, ParallelPlan) else value if isinstance(value, str) else value[-1]
@@ -447,7 +447,7 @@ def test_the_rehearsed_traffic_matches_the_arithmetic(model, plan, overrides):
         assert counted == expected
 
 
-@pytest.mark.parametrize(("pp", "num_microbatches"), [wide(2, 4), (4, 8)])
+@pytest.mark.parametrize(("pp", "num_microbatches"), [nightly(2, 4), (4, 8)])
 def test_equal_stages_wait_as_long_as_the_closed_form_of_1f1b_says(pp, num_microbatches):
     config = request("even")
     result = rehearse(config, pipeline("1f1b", pp=pp, num_microbatches=num_microbatches))
@@ -530,8 +530,8 @@ def bytes_of_a_real_step(precision, plan):
     ("plan", "precision"),
     [
         (ParallelPlan(tp=2, num_microbatches=2), "bf16"),
-        (ParallelPlan(cp=2, num_microbatches=2), "bf16"),
-        (ParallelPlan(dp_replicate=2, num_microbatches=2), "fp32"),
+        nightly(ParallelPlan(cp=2, num_microbatches=2), "bf16"),
+        nightly(ParallelPlan(dp_replicate=2, num_microbatches=2), "fp32"),
         (ParallelPlan(dp_shard=2, zero_stage=3, num_microbatches=2), "bf16"),
     ],
     ids=str,

@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
+from tiers import cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_objective import MASKED
 from weighted_objective import WEIGHTED
-from width import cases
 
 from llama_core.config.run import RunConfig
 from llama_core.objectives.preferences import DPO, KTO, SIMPO
@@ -44,7 +44,7 @@ def request(objective, plan):
     return RunConfig.from_mapping(model | {"training": training})
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", cases({kind.name: kind for kind in KINDS}, narrow={"dpo", "kto"}))
 @pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2 pp2"}))
 def test_the_estimates_of_an_objective_are_what_its_rehearsal_counts(plan, kind):
     config = request(kind.name, plan)

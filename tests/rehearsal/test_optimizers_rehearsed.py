@@ -2,8 +2,8 @@
 
 import pytest
 from gathering_optimizer import NORMALISED
+from tiers import cases, nightly
 from toy_optimizer import SIGNUM
-from width import cases
 
 from llama_core.config.run import RunConfig
 from llama_core.optimizers.adamw import ADAMW
@@ -51,7 +51,7 @@ def test_the_estimate_of_an_optimizer_is_what_its_rehearsal_counts(plan, kind):
     compare_with_rehearsal(request(kind.name, plan), plan)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [nightly("adamw"), "muon"])
 @pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2 pp2"}))
 def test_the_estimate_of_moments_in_bf16_is_what_the_rehearsal_counts(plan, optimizer):
     compare_with_rehearsal(request(optimizer, plan, "bf16"), plan)

@@ -19,7 +19,7 @@ from llama_core.rehearsal.dry_run import rehearse
 from llama_core.schedules.registry import schedule_names, schedule_type
 from llama_core.units import MIB
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.nightly
 
 MODEL = ModelSpec("rehearsed", "llama3", 1024, 8, 16, 8, 64, 2816, 16384, 1e4, 1e-5, 4096, 512)
 PARAMETER_BYTES = 16 * MODEL.num_parameters

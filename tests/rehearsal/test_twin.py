@@ -14,7 +14,7 @@ from llama_core.rehearsal.rank_processes import run_ranks
 from llama_core.rehearsal.small_plan import shrunk
 from llama_core.rehearsal.twin import _tiny_config, twin
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.nightly
 
 LARGE = ParallelPlan(tp=8, pp=16, dp_shard=64, zero_stage=3, num_microbatches=64, recompute="full")
 
@@ -94,7 +94,7 @@ def never_answer():
 
 
 def test_results_come_in_the_order_of_the_ranks():
-    assert run_ranks(3, own_rank, timeout_s=60) == ["0", "1", "2"]
+    assert run_ranks(3, own_rank, timeout_s=300) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(

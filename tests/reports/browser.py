@@ -13,9 +13,8 @@ from html.parser import HTMLParser
 from itertools import count
 
 import pytest
+from waiting import PATIENCE_SECONDS
 
-ANSWER_SECONDS = 120
-"""Time in which Chromium has to answer."""
 ALL_DRAWN = """
 new Promise((done) => {
   const isDrawn = (plot) => plot.querySelector(".main-svg") || plot.textContent;
@@ -50,7 +49,9 @@ def command(profile, *options):
 def drawn_figures(page, profile):
     """Count what Chromium draws in each figure of a page, by title; ``profile`` is a folder it may use."""
     options = ("--virtual-time-budget=10000", "--dump-dom", page.as_uri())
-    dom = subprocess.run(command(profile, *options), capture_output=True, text=True, check=True, timeout=120).stdout
+    dom = subprocess.run(
+        command(profile, *options), capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS
+    ).stdout
     return Drawn(dom).figures
 
 
@@ -106,10 +107,10 @@ class Browser:
 
     def _next(self):
         while b"\0" not in self.unread:
-            ready, _, _ = select.select([self.answers], [], [], ANSWER_SECONDS)
+            ready, _, _ = select.select([self.answers], [], [], PATIENCE_SECONDS)
             got = os.read(self.answers, 1 << 20) if ready else b""
             if not got:
-                raise AssertionError(f"Chromium has not answered in {ANSWER_SECONDS} s, or has ended")
+                raise AssertionError(f"Chromium has not answered in {PATIENCE_SECONDS} s, or has ended")
             self.unread += got
         message, _, self.unread = self.unread.partition(b"\0")
         return json.loads(message)
@@ -117,7 +118,7 @@ class Browser:
     def close(self):
         with suppress(BrokenPipeError, AssertionError):
             self.call("Browser.close")
-        self.process.wait(timeout=ANSWER_SECONDS)
+        self.process.wait(timeout=PATIENCE_SECONDS)
         os.close(self.into)
         os.close(self.answers)
 

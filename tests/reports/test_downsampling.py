@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_run import step_record, table, write_run
@@ -51,6 +52,7 @@ SPIKE = 7_777
 SPIKES = {"loss": 99.0, "step_seconds": 500.0, "data_seconds": 499.0, "memory_peak_bytes": 2**40, "grad_norm": 1e6}
 
 
+@pytest.mark.nightly
 def test_a_page_of_ten_thousand_steps_is_small_and_shows_every_spike(tmp_path):
     records = [step_record(step, **(SPIKES if step == SPIKE else {})) for step in range(1, 10_001)]
     run = write_run(tmp_path / "long", records=records)

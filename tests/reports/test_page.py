@@ -8,8 +8,8 @@ from urllib.parse import unquote
 import pytest
 import yaml
 from synthetic_run import ATTEMPT, BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_records, write_run
+from tiers import nightly
 from toy_objective import MASKED
-from width import wide
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
@@ -320,7 +320,7 @@ def test_a_missing_piece_is_named_in_its_place(run, field):
 
 @pytest.mark.parametrize("field", MISSING)
 @pytest.mark.parametrize(
-    "damage", ["", "[1, 2]", *map(wide, ("\x00 [", '{"schema_version": 1}', '{"schema_version": 99}', "\xff"))]
+    "damage", ["[1, 2]", *map(nightly, ("", "\x00 [", '{"schema_version": 1}', '{"schema_version": 99}', "\xff"))]
 )
 def test_a_damaged_piece_never_prevents_the_report(run, field, damage):
     getattr(run, field).write_text(damage, encoding="latin-1")

@@ -67,6 +67,7 @@ def test_the_command_line_as_a_module_takes_none(run):
     assert "llama3_8b" in json.loads(run("-m", "training_infra.cli", "models", "--json"))
 
 
+@pytest.mark.wide
 def test_no_process_of_a_job_on_this_machine_takes_one(run):
     assert run("-c", SUBMIT, str(FAKE_WORKER)) == "finished\n"
 
@@ -93,12 +94,12 @@ def test_prefect_takes_no_settings_of_somebody_else(tmp_path, monkeypatch, capsy
     assert f"{tmp_path / name} belongs to nobody, and Prefect would take its settings" in capsys.readouterr().err
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_no_rank_of_a_twin_takes_one(run):
     assert run("-c", TWIN) == "[0, 1]\n"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("flow", [(), ("--flow",)], ids=["chain", "flow"])
 def test_no_process_of_a_whole_run_takes_one(run, flow):
     (run.folder / "run.yaml").write_text(SMALL)

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 from synthetic_run import ATTEMPT, FAILED, write_run
-from width import wide
+from tiers import nightly
 
 from llama_core.errors import WeightsError
 from llama_core.models.weight_files import read_header
 from llama_core.records.checkpoints import STATE, write_manifest
 from llama_core.records.files import write_json
 from training_infra import cli
-
-pytestmark = pytest.mark.timeout(120)
 
 SIZES = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
@@ -40,7 +38,7 @@ def put(kind, path):
                 file.truncate(1 << 42)
 
 
-KINDS = ["pipe", wide("sparse"), pytest.param("device", marks=[pytest.mark.root, pytest.mark.wide])]
+KINDS = ["pipe", nightly("sparse"), pytest.param("device", marks=[pytest.mark.root, pytest.mark.nightly])]
 RECORDS = [
     *("config.yaml", "plan.json", "job.json", "outcome.json", "estimate.json", "data.json", "heartbeat.json"),
     *("metrics/_tail.jsonl", "metrics/part-00000.parquet", "logs/activities.jsonl", "logs/attempt.json"),
@@ -48,6 +46,7 @@ RECORDS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_file_of_a_run_makes_a_command_hang(tmp_path, kind):
     for number, name in enumerate(RECORDS):
@@ -98,7 +97,7 @@ def test_a_header_that_claims_gigabytes_is_not_read(tmp_path):
     tracemalloc.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, wide(signal.SIGINT)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, nightly(signal.SIGINT)])
 def test_a_signal_ends_the_check_of_a_checkpoint_of_petabytes(tmp_path, number):
     run = write_run(tmp_path / "run")
     checkpoint = run.checkpoints / "step-00000020"

@@ -240,5 +240,5 @@ def test_processes_that_outlive_an_own_controller_are_ended(mine):
     with at_work(mine) as (process, folder):
         record(mine, folder=folder)
         assert submission.attach(mine) is None
-        process.wait(timeout=60)
+        process.wait()
     assert mine.outcome.exists()

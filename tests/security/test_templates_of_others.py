@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 from chat_templates import CHATML, PUBLIC_LLAMA2, PUBLIC_LLAMA3
-from width import wide
+from tiers import nightly
 
 from llama_core.data import confined, rendering
 from llama_core.data.chat_template import ChatTemplate
 from llama_core.data.rendering import Renderer, TemplateRefusalError
 from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import EnvironmentMismatchError
-
-pytestmark = pytest.mark.timeout(120)
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi 漢 \U0001f600 \ud800 there\n"}]
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -31,8 +29,8 @@ def template(source):
     "source",
     [
         "{{ ([('ab'*450000)]*900000)|map('title')|select('none')|list }}",
-        wide("{{ ([('ab'*450000)]*900000)|map('urlize')|select('none')|list }}"),
-        wide("{{ ([('ab'*450000)]*900000)|map('wordwrap', 1)|select('none')|list }}"),
+        nightly("{{ ([('ab'*450000)]*900000)|map('urlize')|select('none')|list }}"),
+        nightly("{{ ([('ab'*450000)]*900000)|map('wordwrap', 1)|select('none')|list }}"),
     ],
 )
 def test_a_filter_that_computes_for_hours_is_stopped(source, monkeypatch):
@@ -46,10 +44,10 @@ def test_a_filter_that_computes_for_hours_is_stopped(source, monkeypatch):
     [
         "{% set a = 'a' * 900000 %}{{ a | replace('a', a) }}",
         "{{ 'a' | center(10**11) }}",
-        wide("{{ 'a'.ljust(10**11) }}"),
-        wide("{{ 'a'|batch(10**12, 'b')|list }}"),
-        wide("{{ '{:100000000000}'.format(1) }}"),
-        wide("{{ (['a' * 900000] * 900000) | join }}"),
+        nightly("{{ 'a'.ljust(10**11) }}"),
+        nightly("{{ 'a'|batch(10**12, 'b')|list }}"),
+        nightly("{{ '{:100000000000}'.format(1) }}"),
+        nightly("{{ (['a' * 900000] * 900000) | join }}"),
     ],
 )
 def test_a_filter_that_asks_for_all_memory_is_refused(source):
@@ -62,6 +60,7 @@ def test_a_conversation_of_too_many_characters_is_refused():
         template("{{ 'a' | center(17000000) }}").render(CHAT)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("end", ["{{ 'a' | center(10**11) }}", "{{ ([('ab'*450000)]*900000)|map('title')|list }}"])
 def test_after_a_refusal_the_next_conversation_is_rendered(end, monkeypatch):
     monkeypatch.setattr(rendering, "MOST_SECONDS", 5)

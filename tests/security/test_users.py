@@ -7,12 +7,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 import pytest
+from waiting import eventually
 
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
@@ -58,12 +58,12 @@ class User:
     def infra(self, *arguments):
         """Return the exit code, output and errors of a command."""
         process = self.python("-m", "training_infra.cli", *arguments)
-        out, errors = process.communicate(timeout=300)
+        out, errors = process.communicate()
         return process.returncode, out, errors
 
     def answers(self, commands):
         """Return the exit code and the errors of each command."""
-        out, errors = self.python("-c", COMMANDS, json.dumps(commands)).communicate(timeout=300)
+        out, errors = self.python("-c", COMMANDS, json.dumps(commands)).communicate()
         assert out.count("\n") == len(commands), errors
         return [tuple(json.loads(line)) for line in out.splitlines()]
 
@@ -98,8 +98,7 @@ def test_a_user_trains_stops_and_resumes_and_another_user_gets_one_line_and_chan
     user, other = users
     run = RunDirectory(user.home / "mine")
     training = user.python("-m", "training_infra.cli", "train", *SMALL, "--run-dir=mine")
-    while not run.heartbeat.exists() and training.poll() is None:
-        time.sleep(0.05)
+    eventually(lambda: run.heartbeat.exists() or training.poll() is not None)
     code, told, errors = user.infra("cancel", "mine")
     assert (code, training.communicate()[1].count("\n")) == (0, 1), errors
     outcome = read_json(run.outcome)

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch_harness import eventually
+from waiting import eventually
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm-dev-cluster"
 NUM_NODES = 8
@@ -79,14 +79,14 @@ def job_fields(job_id):
     return dict(re.findall(r"(?<!\S)([\w/]+)=(\S*)", _ask("scontrol", "--oneliner", "show", "job", job_id)))
 
 
-def wait_for_state(job_id, *expected, seconds=120):
+def wait_for_state(job_id, *expected):
     """Return Slurm's fields of a job once it is in one of the states."""
 
     def reached():
         fields = job_fields(job_id)
         return fields if fields["JobState"] in expected else None
 
-    return eventually(reached, seconds=seconds)
+    return eventually(reached)
 
 
 def cancel(job_id):
@@ -134,7 +134,7 @@ def declare_down(number):
 def start_node(number):
     """Start the node's daemon again, and wait until the node takes jobs."""
     _script("start-node", str(number))
-    eventually(lambda: _node_state(number) in {"idle", "mixed"}, seconds=120)
+    eventually(lambda: _node_state(number) in {"idle", "mixed"})
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 import cluster
 import pytest
-from launch_harness import eventually, is_alive
+from launch_harness import is_alive
+from waiting import eventually
 
 from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
@@ -85,6 +86,7 @@ def nodes_of(job_id):
     return cluster.job_fields(job_id)["NodeList"]
 
 
+@pytest.mark.nightly
 def test_a_requeued_run_continues(interrupted):
     first, second = interrupted(cluster.requeue)
     assert first["status"] == "preempted"
@@ -104,6 +106,7 @@ def test_a_preempted_run_saves_a_checkpoint_and_restarts(interrupted):
     assert second["first_step"] == first["last_step"] + 1
 
 
+@pytest.mark.nightly
 def test_a_run_preempted_while_it_times_steps_times_them_again(train, undisturbed):
     handle = train("timed", "benchmark.steps=300")
     eventually(handle.run.training.exists)
@@ -160,6 +163,7 @@ def losses(steps):
     return [loss for _, loss, _ in steps]
 
 
+@pytest.mark.nightly
 def test_ranks_lost_by_slurm_end_once_the_next_attempt_starts(submit, last_node):
     """They live on if only the node's daemon or its network has died."""
     job = submit("serve", nodes=1, ranks_per_node=1)
@@ -175,6 +179,7 @@ def test_ranks_lost_by_slurm_end_once_the_next_attempt_starts(submit, last_node)
     assert [attempt["status"] for attempt in outcome.attempts] == ["node-failure", "cancelled"]
 
 
+@pytest.mark.nightly
 def test_a_job_at_its_time_limit_restarts_up_to_max_attempts(submit, run):
     """Slurm announces the limit of the first attempt; the test announces that of the second, and so need not wait."""
     job = submit("serve", nodes=1, time_limit_min=1, max_attempts=2)
@@ -190,6 +195,7 @@ def test_a_job_at_its_time_limit_restarts_up_to_max_attempts(submit, run):
     assert [read_json(path)["exit_code"] for path in run.logs.glob("exits/*/rank-*.json")] == [STOPPED_EXIT] * 4
 
 
+@pytest.mark.nightly
 def test_a_job_told_to_stop_before_its_ranks_handle_signals_restarts(submit, run):
     job = submit("start_slowly", nodes=1)
     eventually(lambda: len(list(run.path.glob("starting-*.json"))) == 2)
@@ -209,6 +215,7 @@ def test_a_job_that_may_not_be_requeued_ends_at_its_time_limit(submit):
     assert [(attempt["status"], attempt["requeued"]) for attempt in outcome.attempts] == [("timeout", False)]
 
 
+@pytest.mark.nightly
 def test_a_job_that_runs_out_of_memory_ends_and_does_not_restart(submit):
     outcome = submit("run_out_of_host_memory", nodes=1, ranks_per_node=1, memory_gb_per_node=1).handle.wait()
     assert outcome.status == "oom"

@@ -4,8 +4,8 @@ import json
 
 import cluster
 import pytest
-from launch_harness import eventually
 from test_attempts import history
+from waiting import eventually
 
 from llama_core.chain import steps
 from llama_core.chain.evaluate import evaluate

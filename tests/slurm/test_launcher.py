@@ -7,7 +7,8 @@ from pathlib import Path
 
 import cluster
 import pytest
-from launch_harness import eventually, is_alive
+from launch_harness import is_alive
+from waiting import eventually
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
@@ -79,6 +80,7 @@ def test_cancelling_a_running_job_lets_its_ranks_stop_cleanly(submit, run):
     assert job.handle.record.job_id not in cluster.states()
 
 
+@pytest.mark.nightly
 def test_cancelling_kills_ranks_that_do_not_stop(submit):
     job = submit("hang")
     pids = [job.worker(rank)["pid"] for rank in range(4)]
@@ -86,6 +88,7 @@ def test_cancelling_kills_ranks_that_do_not_stop(submit):
     eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
+@pytest.mark.nightly
 def test_a_job_that_ends_while_slurms_controller_is_away_has_its_outcome_and_who_waits_is_told_once(run, submit, alone):
     """For half a minute: Slurm's commands try for twenty seconds before they give up."""
     handle, heard = submit("finish_slowly", ranks_per_node=1).handle, []
@@ -103,6 +106,7 @@ def test_a_job_that_ends_while_slurms_controller_is_away_has_its_outcome_and_who
     ]
 
 
+@pytest.mark.nightly
 def test_a_job_cancelled_in_slurm_is_recorded_as_cancelled(submit):
     job = submit("hang")
     job.worker()

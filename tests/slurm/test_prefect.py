@@ -8,7 +8,7 @@ from pathlib import Path
 import cluster
 import pytest
 import yaml
-from launch_harness import eventually
+from waiting import eventually
 
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.files import read_json
@@ -16,7 +16,7 @@ from llama_core.records.job import JobRecord
 
 sys.path.append(str(Path(__file__).parents[1] / "flows"))
 
-from serving import SECRET, Serving, slowed, until, workers
+from serving import SECRET, Serving, slowed, workers
 
 SMALL = {"hidden_size": 64, "num_layers": 2, "ffn_size": 128, "head_dim": 16, "vocab_size": 512}
 SLURM = {"cpus_per_rank": 1, "memory_gb_per_node": 3, "time_limit_min": 10, "options": {"exclusive": True}}
@@ -83,7 +83,9 @@ def test_a_job_survives_kills_of_prefect_and_is_never_submitted_twice(serving):
     with suspended(run):
         serving.kill("prefect.engine")
         assert serving.end(flow_run) == "Crashed"
-        until(lambda: "flow_runs.worker - Check whether" in serving.log_file.read_text())  # it reports a crash twice
+        eventually(
+            lambda: "flow_runs.worker - Check whether" in serving.log_file.read_text()
+        )  # it reports a crash twice
         assert serving.prefect("flow-run", "retry", flow_run).returncode == 0
         assert serving.followed(flow_run, times=2) == run
         serving.kill("worker")
@@ -105,16 +107,18 @@ def suspended(run):
         rank.resume()
 
 
+@pytest.mark.nightly
 def test_cancelling_a_flow_run_removes_its_job_from_the_queue(serving):
     flow_run = serving.run(request(seed=2, steps=1_000_000))
     run = slowed(serving.followed(flow_run))
     job_id = job_of(run).job_id
     assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
     assert serving.end(flow_run) == "Cancelled"
-    eventually(lambda: job_id not in cluster.states(), seconds=120)
+    eventually(lambda: job_id not in cluster.states())
     assert read_outcome(run).status == "cancelled"
 
 
+@pytest.mark.nightly
 def test_a_job_cancelled_in_slurm_shows_as_cancelled(serving):
     flow_run = serving.run(request(seed=3, steps=1_000_000))
     run = slowed(serving.followed(flow_run))
@@ -140,7 +144,7 @@ def test_405b_on_h200_is_submitted_as_planned_and_cancelled_through_prefect(serv
         assert fields["TresPerNode"] == "gres:gpu:8"
         assert serving.prefect("flow-run", "cancel", flow_run).returncode == 0
         assert serving.end(flow_run) == "Cancelled"
-        eventually(lambda: job_of(run).job_id not in cluster.states(), seconds=120)
+        eventually(lambda: job_of(run).job_id not in cluster.states())
 
 
 def test_405b_on_h100_stops_at_the_gate_with_the_arithmetic(serving):

@@ -41,6 +41,7 @@ def test_a_job_array_builds_the_shards_that_this_machine_would(config, tmp_path)
     assert load_datasets(here.data, here.spec, seq_len=16).train.digest == there
 
 
+@pytest.mark.nightly
 def test_a_file_that_an_element_cannot_read_is_one_line_and_the_next_array_builds_the_rest(config, tmp_path):
     (tmp_path / "corpus" / "9.json").write_text("[1, ")
     with pytest.raises(DataError, match=r"9\.json:1 .*invalid JSON"):

@@ -5,7 +5,8 @@ from collections import Counter
 
 import cluster
 import pytest
-from launch_harness import FAKE_WORKER, eventually
+from launch_harness import FAKE_WORKER
+from waiting import eventually
 
 from llama_core.errors import StoppedError
 from llama_core.records.files import read_json
@@ -104,6 +105,7 @@ def test_cancelling_a_sweep_ends_its_running_and_its_queued_elements(prepare):
         sweeps.follow(sweep, sweeps.attach(sweep))
 
 
+@pytest.mark.nightly
 def test_cancelling_one_element_in_slurm_leaves_the_others_alone(prepare):
     sweep = prepare({"parallel.microbatch_size": [1, 2]})
     first, second = submit(sweep, "serve")

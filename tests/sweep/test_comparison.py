@@ -41,6 +41,7 @@ def test_a_run_that_does_not_fit_is_a_result_with_the_arithmetic():
     assert "gradients and moments take 16 bytes x 70.55e9 parameters / 2" in row["reason"]
 
 
+@pytest.mark.wide
 def test_possible_runs_are_measured_and_impossible_ones_reported(capsys):
     benchmark = tiny([4, 3], microbatch_size=2)
     rows = benchmark.run_comprehensive_benchmark()
@@ -53,6 +54,7 @@ def test_possible_runs_are_measured_and_impossible_ones_reported(capsys):
     assert [line.split()[:2] for line in lines[1:]] == [["4", "measured"], ["3", "predicted"]]
 
 
+@pytest.mark.wide
 def test_running_out_of_memory_is_a_result():
     """The embedding is larger than the machine's memory, and ``force`` lets it through the gate."""
     rows = detect_machine().memory_bytes // (4 * 1024)

@@ -295,7 +295,7 @@ write_hugging_face(checkpoint, spec, Path(sys.argv[3]), dtype="bf16")
 """
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_merging_holds_only_a_few_weights_in_memory(tmp_path):
     """The system limits the process to private memory for six of the 58 matrices; it needs two."""
     sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}

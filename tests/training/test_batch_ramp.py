@@ -9,7 +9,7 @@ from corpora import byte_cache
 from distributed import run_ranks
 from parity import UNTIED, native_engine
 from test_trainer import assert_equal, losses, trainer, weights
-from width import cases
+from tiers import cases
 
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import UNNAMED
@@ -101,7 +101,7 @@ def alone():
     return found
 
 
-@pytest.mark.parametrize("plan", cases(PLANS, narrow={"pp 2 x dp 2, interleaved", "pp 2, zbv"}))
+@pytest.mark.parametrize("plan", cases(PLANS, narrow={"pp 2, zbv"}))
 def test_a_ramp_has_the_losses_of_one_rank_under_every_schedule(plan, alone):
     for found in run_ranks(plan.world_size, losses_under, plan):
         assert found == pytest.approx(alone, rel=1e-10)

@@ -35,12 +35,16 @@ TEST_PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-@pytest.fixture
-def run(tmp_path):
-    run = RunDirectory(tmp_path / "run")
+def run_in(folder):
+    run = RunDirectory(folder / "run")
     run.create()
     run.config.write_text("model: tiny_llama3_50m\n")
     return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_in(tmp_path)
 
 
 def trained(steps, seed=0):
@@ -149,9 +153,17 @@ DAMAGE = {
 }
 
 
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory):
+    """The checkpoints of a run, to be copied."""
+    saved = run_in(tmp_path_factory.mktemp("saved"))
+    save(saved, 1, 2)
+    return saved.checkpoints
+
+
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(run, caplog, damage):
-    save(run, 1, 2)
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(run, saved_twice, caplog, damage):
+    shutil.copytree(saved_twice, run.checkpoints, dirs_exist_ok=True)
     damage(run.checkpoints / "step-00000002")
     with caplog.at_level(logging.WARNING):
         state = Checkpointer(run, keep=Retention(2)).load(trained(0))
@@ -245,7 +257,7 @@ def ranks_and_a_damaged_shard(path):
     return Checkpointer(run, keep=Retention(2)).load(engine)["step"], lines.getvalue()
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_ranks_agree_to_leave_a_checkpoint_of_which_one_finds_a_shard_damaged(run):
     (first, line), (second, silence) = run_ranks(2, ranks_and_a_damaged_shard, run.path)
     assert (first, second) == (1, 1)
@@ -366,7 +378,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_
     assert Checkpointer(run, keep=Retention(1)).load(trained(0))["step"] == 1
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_process_killed_while_saving_leaves_the_earlier_checkpoints(run):
     """The process saves repeatedly and is killed in the middle of a save."""
     program = (

@@ -4,6 +4,7 @@ import re
 
 import pytest
 from test_trainer import Counting, assert_equal, batch, losses, trainer, weights
+from tiers import nightly
 
 from llama_core.chain.decay import branch_off
 from llama_core.config.run import RunConfig
@@ -34,7 +35,7 @@ def resumed(branch):
     return Trainer(branch, settings, plan, batches=Counting(), validation=validation, total_steps=steps)
 
 
-@pytest.mark.parametrize("at", [2, 9])
+@pytest.mark.parametrize("at", [2, nightly(9)])
 def test_a_branch_is_the_run_that_would_have_decayed_there_bit_for_bit(stable, tmp_path, at):
     decay = 3
     whole = RunDirectory(tmp_path / "whole")

@@ -8,7 +8,7 @@ import torch
 from distributed import run_ranks
 from parity import UNTIED, train
 from test_trainer import BATCH_SIZE, Counting, assert_equal, batch, config, weights
-from width import cases
+from tiers import cases
 
 from llama_core.chain.planned import with_keys
 from llama_core.planning.plan import ParallelPlan
@@ -79,7 +79,7 @@ def train_under_every_schedule():
     return {name: train(plan, UNTIED, torch.float32, documents=True) for name, plan in SCHEDULES.items()}
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_schedule_repeats_its_bits_and_differs_from_another_only_in_rounding():
     first, second = run_ranks(2, train_under_every_schedule), run_ranks(2, train_under_every_schedule)
     for one, other in zip(first, second, strict=True):

@@ -108,7 +108,7 @@ def on_a_rank(base, written_by_peft, run):
     return wrong
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_every_rank_starts_with_the_weights_of_one_process_bit_for_bit(trained):
     _, found = trained
     for rank, wrong in enumerate(found):
@@ -116,7 +116,7 @@ def test_every_rank_starts_with_the_weights_of_one_process_bit_for_bit(trained):
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_peft_computes_the_same_with_adapters_trained_under_tp2_dp2(trained, base, tmp_path):
     run, _ = trained
     out = export_run(run, tmp_path / "out")
@@ -130,7 +130,7 @@ def test_peft_computes_the_same_with_adapters_trained_under_tp2_dp2(trained, bas
     assert differing(filled(adapted(out).spec, out), filled(adapted(out).spec, run.checkpoints / "step-00000002")) == []
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_merged_weights_compute_the_runs_logits(trained, base, tmp_path):
     run, _ = trained
     expected = logits(filled(from_the_start(base).spec, run.checkpoints / "step-00000002"))

@@ -41,7 +41,7 @@ PLANS = {
 }
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_ranks_answer_as_one_process(tmp_path, plan):
     folder = make_folder(tmp_path / "model")

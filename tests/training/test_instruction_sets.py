@@ -14,7 +14,7 @@ from parity import UNTIED, native_engine, own_microbatches
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import train_step
 
-pytestmark = pytest.mark.wide
+pytestmark = pytest.mark.nightly
 
 SPEC = replace(UNTIED, hidden_size=128, num_layers=4, head_dim=32, ffn_size=256)
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}

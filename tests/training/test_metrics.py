@@ -153,6 +153,7 @@ def test_a_service_that_fails_costs_a_line(run, scores, monkeypatch):
     assert told == ["Weights & Biases does not get the scores of step 20: ConnectionError: no network"]
 
 
+@pytest.mark.wide
 def test_weights_and_biases_works_offline_without_an_account(run, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)

@@ -10,8 +10,8 @@ from distributed import run_ranks
 from parity import native_engine
 from same_logits import TOKENS
 from test_weights import ALONE, differing, filled, lively, save_folder, save_run, train
+from tiers import nightly
 from transformers import MixtralConfig, MixtralForCausalLM
-from width import wide
 
 from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
@@ -121,7 +121,7 @@ def test_what_mixtral_cannot_describe_is_not_exported(tmp_path, moe):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["folder", wide("run")])
+@pytest.mark.parametrize("kind", ["folder", nightly("run")])
 def test_experts_that_begin_as_copies_of_a_dense_model_compute_what_it_computes(tmp_path, kind):
     dense = lively(replace(config().spec, moe=None))
     source = save_folder(tmp_path / "folder", dense)
@@ -194,7 +194,7 @@ def fill(folder, plan):
     return differing(engine.model, expected)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("dense", [False, True])
 def test_every_rank_reads_its_part_of_its_experts(tmp_path, dense):
     spec = config().spec

@@ -11,11 +11,11 @@ import toy_adapter
 from distributed import run_ranks
 from one_batch import ROWS, SEQ_LEN, OneBatch
 from test_weights import filled
+from tiers import cases, nightly
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from toy_adapter import FACTORS
-from width import wide
 
 from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.chain.export import export_run
@@ -33,7 +33,8 @@ PLANS = {
     "zero3": ParallelPlan(dp_shard=2, zero_stage=3, microbatch_size=ROWS // 2),
 }
 pytestmark = pytest.mark.xdist_group("kinds of adapters")  # so that each is trained once
-METHODS = [*sorted(ADAPTERS.keys() - {DEFAULT_ADAPTER}), FACTORS.name]
+KINDS = {name: name for name in sorted({*ADAPTERS, FACTORS.name} - {DEFAULT_ADAPTER})}
+METHODS = cases(KINDS, narrow={FACTORS.name})
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ def losses_of(path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["tp2", wide("alone"), wide("zero3")])
+@pytest.mark.parametrize("name", ["tp2", nightly("alone"), nightly("zero3")])
 def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(trained, name, method):
     path, undisturbed, resumed = trained(method, name)
     losses = losses_of(path / "undisturbed")

@@ -10,12 +10,12 @@ import torch
 import toy_optimizer
 from distributed import run_ranks
 from one_batch import ROWS, SEQ_LEN, OneBatch
+from tiers import nightly
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from toy_optimizer import SIGNUM
-from width import wide
 
 from llama_core.config.run import RunConfig, TrainingConfig
 from llama_core.optimizers.registry import OPTIMIZERS
@@ -95,10 +95,10 @@ def train_twice(path, plan, *optimizer):
     ("plan", "optimizer", "states"),
     [
         (ALONE, ("signum",), {"momentum"}),
-        (SHARDED, ("signum",), {"momentum"}),
-        wide(SHARDED, ("muon",), {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}),
+        nightly(SHARDED, ("signum",), {"momentum"}),
+        nightly(SHARDED, ("muon",), {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}),
         (ALONE, ("adamw", "bf16"), {"exp_avg", "exp_avg_sq", "step"}),
-        wide(SHARDED, ("adamw", "bf16"), {"exp_avg", "exp_avg_sq", "step"}),
+        nightly(SHARDED, ("adamw", "bf16"), {"exp_avg", "exp_avg_sq", "step"}),
         (SHARDED, ("muon", "bf16"), {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}),
     ],
     ids=[
@@ -128,7 +128,7 @@ def test_the_loss_falls_and_a_resumed_run_is_the_same_to_the_bit(plan, optimizer
     "plan",
     [
         SHARDED,
-        wide(replace(SHARDED, zero_stage=1, zero_backend="deepspeed", offload="optimizer")),
+        nightly(replace(SHARDED, zero_stage=1, zero_backend="deepspeed", offload="optimizer")),
         replace(SHARDED, zero_stage=3, zero_backend="deepspeed"),
     ],
     ids=lambda plan: f"{plan.zero_backend}-{plan.zero_stage}-{plan.offload}",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from parity import TIED, TRAINING, UNTIED, largest_differences, own_microbatches
+from tiers import nightly
 
 from llama_core.config.models import BaseShape, weight_of
 from llama_core.config.run import RunConfig
@@ -152,7 +153,7 @@ def test_what_steps_change_in_the_logits_depends_neither_on_width_nor_on_depth()
 @pytest.mark.parametrize(
     ("plan", "spec"),
     [
-        (ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2), UNTIED),
+        nightly(ParallelPlan(tp=2, dp_shard=2, zero_stage=3, num_microbatches=2), UNTIED),
         (ParallelPlan(pp=2, schedule="chimera", dp_shard=2, zero_stage=2, num_microbatches=4), TIED),
     ],
     ids=["tp 2 x zero 3, untied", "chimera pp 2 x zero 2, tied"],

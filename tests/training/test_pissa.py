@@ -114,7 +114,7 @@ def on_a_rank(base, run):
     return wrong
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_every_rank_begins_with_the_weights_of_one_process_bit_for_bit(two_ranks):
     _, found = two_ranks
     for rank, wrong in enumerate(found):
@@ -122,7 +122,7 @@ def test_every_rank_begins_with_the_weights_of_one_process_bit_for_bit(two_ranks
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_peft_computes_the_same_over_the_untouched_base(two_ranks, base, tmp_path):
     run, _ = two_ranks
     out = export_run(run, tmp_path / "out")
@@ -140,7 +140,7 @@ def test_peft_computes_the_same_over_the_untouched_base(two_ranks, base, tmp_pat
     assert_same_logits(logits(filled(again.spec, out)), theirs)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_merged_model_computes_the_same(two_ranks, base, tmp_path):
     run, _ = two_ranks
     out = export_run(run, tmp_path / "out", merged=True)
@@ -160,7 +160,7 @@ def test_rslora_keeps_its_scale_in_the_folder(base, tmp_path):
     assert_same_logits(logits(filled(config.spec, run.checkpoints / "step-00000001")), theirs)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_adapters_that_began_otherwise_are_refused(two_ranks, base):
     run, _ = two_ranks
     with pytest.raises(

@@ -6,8 +6,8 @@ import pytest
 import torch
 from distributed import run_ranks
 from parity import SPARSE, TIED, UNTIED, native_engine, own_microbatches, undefined
+from tiers import nightly
 from torch.distributed.tensor import DTensor
-from width import wide
 
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
@@ -108,7 +108,7 @@ MANY = ["hsdp", "pp2 interleaved", "tp2 pp2", "dp4", "cp2", "alone"]
 MANY += ["tp2 pp2", "zero3 dp4", "pp4 chimera", "tp2 zero1 dp2"]
 
 
-@pytest.mark.parametrize("names", [["tp2 pp2", "alone"], wide(MANY)], ids=["two", "many"])
+@pytest.mark.parametrize("names", [["tp2 pp2", "alone"], nightly(MANY)], ids=["two", "many"])
 def test_a_run_continues_under_another_plan_with_the_same_weights_moments_and_losses(path, tmp_path, names):
     losses, num_tensors = journey(path, names, UNTIED)
     assert num_tensors == 4 * (3 + UNTIED.num_layers * 9)
@@ -119,7 +119,7 @@ def test_a_run_continues_under_another_plan_with_the_same_weights_moments_and_lo
     assert losses == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(path):
     _, _, saved = run_under(path, PLANS["zero3 dp4"], TIED, 0, 2)
     _, loaded, _ = run_under(path, PLANS["tp2 pp2"], TIED, 2, 3)
@@ -128,6 +128,6 @@ def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(pa
         assert (loaded[name] == value).all(), name
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_experts_are_found_wherever_they_were(path):
     journey(path, ["ep2 tp2", "alone", "ep2 zero3 dp2", "ep2 pp2", "dp4"], SPARSE)

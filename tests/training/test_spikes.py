@@ -6,7 +6,7 @@ from distributed import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from test_trainer import BATCH_SIZE, SPEC, Counting, assert_equal, batch, losses, trainer, weights
-from width import wide
+from tiers import nightly
 
 from llama_core.config.run import TrainingConfig
 from llama_core.errors import LossSpikeError, NonFiniteError
@@ -60,7 +60,7 @@ def clean(tmp_path_factory):
     return losses(run), weights(one)
 
 
-@pytest.mark.parametrize("runs_ahead", [True, wide(False)])
+@pytest.mark.parametrize("runs_ahead", [True, nightly(False)])
 def test_after_a_rollback_a_run_equals_one_that_never_saw_the_window(run, clean, runs_ahead):
     one = trainer(run, batches=Texts([BAD]), on_bad_step="rollback", num_workers=int(runs_ahead), **SPIKES)
     one.runs_ahead = runs_ahead
@@ -117,7 +117,7 @@ def without_gradient(run, bad, **settings):
     return one
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_is_rolled_back_like_a_spike(run, clean):
     one = without_gradient(run, [BAD], on_bad_step="rollback")
     one.fit()
@@ -141,7 +141,7 @@ def on_a_rank(path):
     return one.step, one.batches.state_dict(), one._rollbacks[0].bad_step
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_two_ranks_roll_back_together(run, clean):
     """Both have the batches of one process, so that the losses differ only by the order of sums."""
     assert run_ranks(2, on_a_rank, run.path) == 2 * [(STEPS, {"taken": STEPS + 3}, BAD)]

@@ -11,10 +11,10 @@ import torch
 from distributed import run_ranks
 from parity import native_engine
 from test_weights import save_folder
+from tiers import cases, nightly
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_objective import MASKED
-from width import cases, wide
 
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import UNNAMED
@@ -392,7 +392,7 @@ WITHOUT_A_LOWER_LOSS = "no lower held-out loss than 1.0000 of step 3 in 3 evalua
 IMPATIENT = {"steps": 20, "checkpoint_every": 2, "eval_every": 3, "keep_best": 1, "keep_checkpoints": 1}
 
 
-@pytest.mark.parametrize("stopped_after", [wide(1), wide(4), 5, wide(7)])
+@pytest.mark.parametrize("stopped_after", [nightly(1), nightly(4), 5, nightly(7)])
 def test_a_run_ends_early_once_patience_runs_out_however_often_it_is_resumed(run, stopped_after):
     """After evaluations of steps 2, 3, 4, 6 and 8: the third since the lowest loss is that of step 8."""
     first = with_losses(run, **IMPATIENT, patience=3)
@@ -477,7 +477,7 @@ def test_a_step_records_its_routing_and_a_loss_without_the_auxiliary_ones(run, t
     assert read_metrics(dense).column("expert_load").to_pylist() == [None]
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_the_balance_loss_spreads_tokens_that_all_went_to_one_expert(run):
     moe = {"num_experts": 4, "experts_per_token": 1, "balance_loss_coefficient": 1.0}
     unbalanced = trainer(run, steps=40, strategy="moe", moe=moe, learning_rate=1e-2, lr_schedule="constant")
@@ -741,7 +741,7 @@ def test_a_run_does_not_start_with_damaged_weights(run, tmp_path):
         trainer(run, steps=2, init_from=str(checkpoint))
 
 
-@pytest.mark.parametrize("begins_with", ["seed", "checkpoint"])
+@pytest.mark.parametrize("begins_with", [nightly("seed"), "checkpoint"])
 def test_resumed_adapters_keep_their_frozen_base_weights(run, tmp_path, begins_with):
     other = RunDirectory(tmp_path / "other")
     other.create()

@@ -189,14 +189,14 @@ def train_under_a_plan(folder, run, config):
     return {name: whole(parameter).numpy() for name, parameter in engine.model.named_parameters()}
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_every_rank_of_every_plan_has_the_weights_of_one_process_bit_for_bit(four_ranks):
     for rank, (wrong, _) in enumerate(four_ranks):
         assert len(wrong) == 2 * len(PLANS)
         assert not any(wrong.values()), f"rank {rank}: {wrong}"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
 def test_weights_trained_under_tp2_pp2_are_exported_and_loaded_bit_for_bit(four_ranks, folders, runs, tmp_path, config):
     trained = {
@@ -409,7 +409,7 @@ def weights_of(run, *steps):
     return [{name: parameter.detach() for name, parameter in model.named_parameters()} for model in models]
 
 
-@pytest.mark.parametrize(("average", "steps"), [("last:3", (1, 2, 3)), ("last:2", (2, 3)), ("3,1", (1, 3))])
+@pytest.mark.parametrize(("average", "steps"), [("last:2", (2, 3)), ("3,1", (1, 3))])
 def test_an_average_is_the_mean_of_the_weights_in_fp32(several, tmp_path, average, steps):
     exported = filled(TIED.spec, export_run(several, tmp_path / "out", average=average))
     averaged = weights_of(several, *steps)
@@ -619,7 +619,7 @@ Pretrained(spec, folder / "out").fill(model)
 """
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_import_and_export_hold_only_a_few_weights_in_memory(tmp_path):
     """The system limits the process to private memory for three of the 58 matrices, and for four where it averages."""
     sizes = {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 10, "head_dim": 64}
@@ -663,7 +663,7 @@ def with_deepspeed(sources, spec):
         return found
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_deepspeed_starts_with_the_same_weights(folders):
     sources = folders[TIED.model]
     for found in run_ranks(2, with_deepspeed, sources, TIED.spec):
@@ -689,7 +689,7 @@ def train_with_deepspeed(run, config, stage):
         return {name: safe_get_full_fp32_param(parameter).clone().numpy() for name, parameter in trained.items()}
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("stage", "precision", "strategy"), [(1, "fp32", "standard"), (2, "bf16", "lora"), (3, "bf16", "standard")]
 )

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial, reduce
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 import pytest
+from waiting import eventually
 
 from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
@@ -109,8 +109,7 @@ of_finished = pytest.mark.xdist_group("finished run")
 
 
 def wait_for_a_step(path):
-    while not list(path.glob("runs/*/heartbeat.json")):
-        time.sleep(0.05)
+    eventually(lambda: list(path.glob("runs/*/heartbeat.json")))
 
 
 COMMANDS = (
@@ -522,7 +521,7 @@ def test_train_json_prints_one_record_of_everything(finished):
     assert sum(record["goodput"]["parts"].values()) == pytest.approx(record["goodput"]["seconds"])
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_train_dry_run_prints_the_same_as_dry_run_and_leaves_nothing(shell):
     ended = shell("train", *SMALL, "--dry-run")
     assert ended.returncode == 0, ended.stderr
@@ -636,7 +635,7 @@ def test_unusable_lines_are_reported_and_the_rest_is_trained_on(on_files):
     assert "wiki.jsonl:61: invalid JSON" in ended.stderr
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @of_files
 def test_a_run_without_timed_steps_says_so(on_files):
     _, ended = on_files
@@ -719,7 +718,7 @@ def test_resuming_needs_only_the_directory(shell, mine):
     assert read_metrics(mine).num_rows == 2
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @of_finished
 def test_a_finished_run_goes_on_when_it_is_resumed_with_more_steps(shell, finished):
     name = "runs/tiny_llama3_50m-mine"
@@ -765,8 +764,7 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_steps_in_the_report_an
         command("train", *SMALL, "--steps=100000", "--run-dir=mine"), cwd=shell.path, stdout=subprocess.PIPE
     )
     run = RunDirectory(shell.path / "mine")
-    while not run.heartbeat.exists():
-        time.sleep(0.05)
+    eventually(run.heartbeat.exists)
     psutil.Process(int(read_json(run.job)["job_id"])).kill()
     told, _ = process.communicate()
     assert process.returncode == 1, told
@@ -776,7 +774,7 @@ def test_a_run_killed_before_its_first_checkpoint_has_its_steps_in_the_report_an
     assert read_metrics(run).column("step").to_pylist() == [1, 2, 3]
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @of_finished
 def test_a_report_can_be_written_again(shell, mine):
     mine.report.unlink()
@@ -832,7 +830,7 @@ def test_benchmark_times_steps_without_training(shell):
     assert record["tokens_per_second"] == pytest.approx(64 / record["median_seconds"])
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_dry_run_agrees_with_the_estimate(shell):
     told = json.loads(shell("dry-run", *SMALL, "--json").stdout)
     assert told["dry_run"]["peak_bytes"] == pytest.approx(told["estimate"]["peak_bytes"], rel=0.05)
@@ -846,7 +844,7 @@ def test_a_dry_run_under_deepspeed_is_the_estimate_alone_and_says_so(shell):
     assert told.splitlines()[-1] == "note: dry run skipped: DeepSpeed needs real ranks"
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
     flags = ("--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2", "--batch-size=4")
     told = shell("dry-run", *SMALL, *flags, "--twin").stdout
@@ -857,7 +855,7 @@ def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
     assert re.search(r"^verdict: +peak .* fits the .* of this machine's memory$", told, re.MULTILINE)
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_terminated_command_stops_its_job(shell):
     process = subprocess.Popen(command("train", *SMALL, "--steps", "100000"), cwd=shell.path)
     wait_for_a_step(shell.path)
@@ -884,7 +882,7 @@ def test_output_into_a_closed_pipe_is_no_error():
     assert ended.stderr == ""
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 @of_finished
 def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell, mine):
     told = shell("profile", "mine", "--run-dir=profiled")

@@ -234,6 +234,7 @@ def test_an_adaptive_trainer_searches_open_settings_and_a_standard_one_fixes_the
         parallel("adaptiv")
 
 
+@pytest.mark.wide
 def test_a_trainer_without_data_says_it_uses_the_sample_and_fills_the_model(capsys, tmp_path):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}

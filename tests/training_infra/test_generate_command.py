@@ -42,6 +42,7 @@ def test_the_text_is_all_of_standard_output_and_the_prompt_may_come_from_standar
     assert read.stdout == given.stdout
 
 
+@pytest.mark.nightly
 def test_a_seed_repeats_a_text(shell):
     drawn = ["generate", "mine", "--prompt=a", "--temperature=1", "--top-k=200", "--top-p=0.95", "--device=cpu"]
     first, again, other = (shell(*drawn, f"--seed={seed}").stdout for seed in (1, 1, 2))
@@ -84,6 +85,7 @@ def chatting(shell, tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.nightly
 def test_lines_of_standard_input_are_turns_with_a_system_prompt_before_them(shell, chatting):
     asked = ["generate", str(chatting), "--chat", "--max-new-tokens=1", "--device=cpu"]
     answered = shell(*asked, "--system=Be brief.", input=b"one\ntwo\n")
@@ -92,6 +94,7 @@ def test_lines_of_standard_input_are_turns_with_a_system_prompt_before_them(shel
     assert len(answered.stdout.splitlines()) >= 2
 
 
+@pytest.mark.nightly
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(chatting):
     command = [sys.executable, "-m", "training_infra.cli", "generate", str(chatting), "--chat", "--device=cpu"]
     process, terminal = pty.fork()

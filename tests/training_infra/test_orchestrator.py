@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
+from tiers import cases, nightly, wide
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from width import cases, wide
 
 import training_infra
 from llama_core.chain.stopping import stopped
@@ -193,18 +193,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start backgro
 @pytest.mark.parametrize(
     ("launch", "code", "told"),
     [
-        (
+        wide(
             "orchestrator().launch_training(Interrupted(batches(6)), run_dir='run')",
             130,
             "stopped after step 4, with a checkpoint of it; continue with: "
             "launch_training(..., run_dir='run', resume=True)\n",
         ),
-        wide(
+        nightly(
             "orchestrator().launch_training(lambda: signal.raise_signal(signal.SIGINT), run_dir='run')",
             130,
             "interrupted\n",
         ),
-        wide(
+        nightly(
             "try: orchestrator().launch_training(Interrupted(batches(6)))\nexcept KeyboardInterrupt: pass",
             0,
             "",

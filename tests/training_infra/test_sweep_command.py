@@ -72,6 +72,7 @@ def resume(sweep, capsys):
     return {element["name"]: element for element in json.loads(capsys.readouterr().out)["elements"]}
 
 
+@pytest.mark.wide
 def test_every_possible_element_is_timed_and_the_impossible_one_skipped(finished, capsys):
     elements = resume(finished, capsys)
     assert {name: elements[name]["outcome"]["status"] for name in NAMES} == dict.fromkeys(NAMES, "finished")
@@ -79,6 +80,7 @@ def test_every_possible_element_is_timed_and_the_impossible_one_skipped(finished
     assert "not a multiple of 3" in elements["microbatch_size=3"]["skipped"]
 
 
+@pytest.mark.wide
 def test_all_elements_appear_in_one_report(finished):
     page = finished.report.read_text()
     assert "2 of 2 timed" in page
@@ -89,16 +91,19 @@ def test_all_elements_appear_in_one_report(finished):
     assert "microbatch size 3" in page
 
 
+@pytest.mark.wide
 def test_nothing_was_trained(finished):
     assert not any(finished.run(name).training.exists() for name in NAMES)
 
 
+@pytest.mark.wide
 def test_a_finished_sweep_runs_nothing_again(finished, capsys):
     before = {name: read_json(finished.run(name).job) for name in NAMES}
     resume(finished, capsys)
     assert {name: read_json(finished.run(name).job) for name in NAMES} == before
 
 
+@pytest.mark.wide
 def test_an_interrupted_sweep_runs_only_its_unfinished_elements_when_it_is_resumed(interrupted, finished):
     _, job_of_the_first = interrupted
     assert read_json(finished.run(NAMES[0]).job) == job_of_the_first
@@ -122,6 +127,7 @@ def keep_faster_results(sweep, factor, number):
         write_part(Path(own.folder) / f"part-{factor}-{night}.parquet", faster)
 
 
+@pytest.mark.wide
 def test_results_are_kept_and_a_sweep_that_got_slower_fails_only_if_asked_to(finished, capsys):
     first = Judgement.read(finished.history)
     assert [one.element for one in first.elements] == NAMES
@@ -153,7 +159,7 @@ def test_a_grid_of_learning_rates_is_refused_before_anything_is_written(place, c
     assert not (place / "loss").exists()
 
 
-@pytest.mark.wide
+@pytest.mark.nightly
 def test_a_sweep_over_the_learning_rate_trains_and_ranks_the_held_out_losses(place, capsys):
     (place / "loss.yaml").write_text(yaml.safe_dump(LOSS))
     command = ["sweep", "--config", str(place / "loss.yaml"), "--sweep-dir", str(place / "loss"), "--objective", "loss"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from blocks import counted
+from tiers import nightly
 from toy_adapter import FACTORS
-from width import wide
 
 from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.config.models import model_spec
@@ -103,36 +103,36 @@ def check(layer, **tolerances):
     assert_equal(passes, mode, real, **tolerances)
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(wide(seed) for seed in range(8, 160))])
+@pytest.mark.parametrize("seed", [*range(8), *(nightly(seed) for seed in range(8, 160))])
 def test_a_layer_keeps_holds_and_multiplies_what_its_program_says(seed):
     check(drawn(seed))
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(wide(seed) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(nightly(seed) for seed in range(4, 60))])
 def test_a_layer_of_experts_does_too(seed):
     """But for the scalars of its auxiliary losses."""
     check(drawn(seed, moe=True), uncounted=128)
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(wide(seed) for seed in range(4, 60))])
+@pytest.mark.parametrize("seed", [*range(4), *(nightly(seed) for seed in range(4, 60))])
 @pytest.mark.parametrize("method", [*sorted(ADAPTERS.keys() - {DEFAULT_ADAPTER}), FACTORS.name])
 def test_a_layer_with_another_kind_of_adapter_does_too(method, seed, monkeypatch):
     monkeypatch.setitem(ADAPTERS, FACTORS.name, FACTORS)
     check(drawn(seed, method=method))
 
 
-@pytest.mark.parametrize("seed", [*range(6), *(wide(seed) for seed in range(6, 120))])
+@pytest.mark.parametrize("seed", [*range(6), *(nightly(seed) for seed in range(6, 120))])
 def test_a_layer_over_matrices_in_nf4_does_too(seed):
     check(drawn(seed, base="nf4", moe=seed % 4 == 3), uncounted=128)
 
 
-@pytest.mark.parametrize("seed", [0, *(wide(seed) for seed in range(1, 40))])
+@pytest.mark.parametrize("seed", [0, *(nightly(seed) for seed in range(1, 40))])
 def test_a_layer_that_holds_all_scores_does_too(seed):
     """But for the peaks: the program has its operations in another order than torch's math kernel."""
     check(drawn(seed, math=True), peaks=0.11)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(wide(seed) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [0, 1, *(nightly(seed) for seed in range(2, 40))])
 def test_a_split_backward_keeps_what_the_program_says_until_the_weight_gradients_are_made(seed):
     spec, setting, _, follows_trained = drawn(seed, moe=seed % 4 == 1)
     setting = setting._replace(splits_backward=True, compiles=False)
