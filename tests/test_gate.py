@@ -46,7 +46,12 @@ def gate(tmp_path):
 
 
 def test_a_commit_that_passes_is_written_down_and_its_clone_is_gone(gate, tmp_path):
-    script = "cd $(dirname $0)/..; [ $CI = true ] && [ -z $MAKEFLAGS ] && [ ! -e forgotten ] && ! read -t 1 line"
+    script = """set -e
+cd $(dirname $0)/..
+[ $CI = true ] && [ -z $MAKEFLAGS ] && [ ! -e forgotten ]
+! read -t 1 line
+[ $(stat --format %a ..) = 755 ]  # others can read it
+"""
     ended, commit, passed = gate(script)
     assert (ended.returncode, passed) == (0, f"{commit}\n")
     assert re.search(rf"^gate: {commit[:12]} passed in 0 min \d+ s$", ended.stdout, re.MULTILINE)
