@@ -1,11 +1,12 @@
 from functools import partial
-from itertools import count
+from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from llama_core.errors import PlanError
 from llama_core.parallel.pipeline import Pipeline
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
@@ -88,21 +89,37 @@ def engine_order(plan, rank):
     return [(action.stage, action.microbatch) for action in actions if action.kind is Kind.FORWARD]
 
 
+def time_in_engine_order(plan, seconds):
+    """Return the time of all forwards, if each rank runs its next one as soon as the stage before has ended."""
+    waiting = [engine_order(plan, rank) for rank in range(plan.pp)]
+    free = [0.0] * plan.pp
+    ended = {}
+    turns = cycle(range(plan.pp))
+    while any(waiting):
+        rank = next(turns)
+        own = waiting[rank]
+        if own and (own[0][0] == 0 or (own[0][0] - 1, own[0][1]) in ended):
+            stage, microbatch = own.pop(0)
+            start = max(free[rank], ended.get((stage - 1, microbatch), 0.0))
+            ended[stage, microbatch] = free[rank] = start + seconds[stage]
+    return max(free)
+
+
 @given(st.sampled_from(schedule_names()), st.sampled_from([2, 4]), st.integers(1, 6), st.data())
 @settings(max_examples=40)
 def test_forwards_alone_take_as_long_as_the_engines_order_of_them(name, pp, units, data):
     chunks = 2 if name == "interleaved" else 1
-    plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
+    try:
+        plan = ParallelPlan(pp=pp, schedule=name, num_chunks=chunks, num_microbatches=units * pp, microbatch_size=2)
+    except PlanError:  # too few microbatches for both directions
+        reject()
     seconds = [data.draw(times) for _ in range(plan.num_stages)]
-    waiting = [engine_order(plan, rank) for rank in range(pp)]
-    free = [0.0] * pp
-    ended = {}
-    for turn in count():  # each rank runs its next forward as soon as the stage before has ended
-        own = waiting[turn % pp]
-        if own and (own[0][0] == 0 or (own[0][0] - 1, own[0][1]) in ended):
-            stage, microbatch = own.pop(0)
-            start = max(free[turn % pp], ended.get((stage - 1, microbatch), 0.0))
-            ended[stage, microbatch] = free[turn % pp] = start + seconds[stage]
-        if not any(waiting):
-            break
-    assert forwards_alone(plan, seconds) == pytest.approx(max(free))
+    assert forwards_alone(plan, seconds) == pytest.approx(time_in_engine_order(plan, seconds))
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "chimera_halving", "chimera_doubling"])
+@pytest.mark.parametrize("num_microbatches", [13, 18, 19, 20])
+def test_a_last_group_that_is_not_whole_is_divided_over_both_ways(schedule, num_microbatches):
+    plan = ParallelPlan(pp=4, schedule=schedule, num_microbatches=num_microbatches, microbatch_size=2)
+    seconds = [1.0, 1.5, 0.5, 2.0]
+    assert forwards_alone(plan, seconds, exact_units=num_microbatches) == time_in_engine_order(plan, seconds)

@@ -82,7 +82,7 @@ def forwards_alone(
 
 def _clock_forwards(plan: ParallelPlan, count: int, forwards: Sequence[float], hop: float) -> float:
     """Return the time of this many forwards."""
-    schedule = plan.layout
+    schedule = plan.schedule_of(count)
     free = [0.0] * plan.pp
     for first in range(0, count, plan.pp):
         wave = range(first, min(first + plan.pp, count))
@@ -90,7 +90,7 @@ def _clock_forwards(plan: ParallelPlan, count: int, forwards: Sequence[float], h
         before: dict[int, int] = {}
         for stage, seconds in enumerate(forwards):
             for microbatch in wave:
-                rank = schedule.rank_of(stage, microbatch % schedule.num_microbatches)
+                rank = schedule.rank_of(stage, microbatch)
                 arrived = ready[microbatch]
                 if before.get(microbatch, rank) != rank:
                     arrived += hop
