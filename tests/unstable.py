@@ -61,14 +61,16 @@ class AskAgain:
             self._say(f"{len(causes)} failures are no accident: none is asked again")
             return pytest.ExitCode.TESTS_FAILED
         self._say("once more, alone:")
+        seed = self.config.getoption("--hypothesis-seed")
+        draws = [] if seed is None else [f"--hypothesis-seed={seed}"]
         unstable = self._recorded()
         failed_twice = []
         for tests in causes:
-            if self._passes_alone(tests):
+            if self._passes_alone(draws + tests):
                 first = _what_it_said(self.first[tests[0]])
                 unstable.append(f"unstable: {shlex.quote(tests[0])} passed alone. First it said: {first}")
             else:
-                failed_twice.append(f"failed twice; to repeat: python -m pytest {shlex.join(tests)}")
+                failed_twice.append(f"failed twice; to repeat: python -m pytest {shlex.join(draws + tests)}")
         self._write(unstable)
         for line in failed_twice + unstable:
             self._say(line)
@@ -84,12 +86,8 @@ class AskAgain:
             causes.setdefault(cause, []).append(test)
         return list(causes.values())
 
-    def _passes_alone(self, tests):
-        options = ["-n", "0", "-p", "no:cacheprovider", "--tb", "short"]
-        seed = self.config.getoption("--hypothesis-seed")
-        if seed is not None:
-            options.append(f"--hypothesis-seed={seed}")
-        command = [sys.executable, "-m", "pytest", *options, *tests]
+    def _passes_alone(self, arguments):
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "--tb", "short", *arguments]
         again = subprocess.run(command, cwd=self.config.rootpath, capture_output=True, text=True, check=False)
         if again.returncode:
             self._say(again.stdout + again.stderr)
