@@ -28,7 +28,15 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 
 from llama_core.errors import CheckpointError, TrainingInfraError, WeightsError
-from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, num_ranks, own_rank, wait_for_all
+from llama_core.parallel.ranks import (
+    first_complaint,
+    from_first_rank,
+    is_first_rank,
+    most_over_ranks,
+    num_ranks,
+    own_rank,
+    wait_for_all,
+)
 from llama_core.records.checkpoints import (
     LATEST,
     PREFIX,
@@ -47,6 +55,9 @@ from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import atomic_write, is_disk_full, no_room, write_json
 from llama_core.records.retention import Retention
 from llama_core.training.engine import Engine
+
+SECONDS_BETWEEN_QUESTIONS = 1.0
+"""How often ranks that wait for a checkpoint to be written ask each other whether it is."""
 
 logger = logging.getLogger(__name__)
 # A single process is intended; the thread that writes would warn about it.
@@ -117,14 +128,29 @@ class Checkpointer:
             CheckpointError: if writing it failed.
         """
         if self._pending is not None and self._pending.written.done():
-            self.finish()
+            self.finish_alone()
 
-    def finish(self, patience_s: float | None = None) -> None:
+    def finish(self) -> None:
         """Wait for the checkpoint being written, if any, and publish it.
+
+        Writing may take hours, for which the threads that write wait for each other. Meanwhile the ranks ask each
+        other, so that those that cannot reach each other end as they do in a step.
+
+        Raises:
+            CheckpointError: if writing it failed; the earlier checkpoints are untouched.
+        """
+        waits = True
+        while waits:
+            is_written = self._pending is None or bool(wait([self._pending.written], SECONDS_BETWEEN_QUESTIONS).done)
+            waits = bool(*most_over_ranks(not is_written))
+        self.finish_alone()
+
+    def finish_alone(self, patience_s: float | None = None) -> None:
+        """Do the same on a rank that may be the only one to do so, as after an error.
 
         Args:
             patience_s: seconds after which it is given up, because ranks that should take part are lost; by default
-                none, since writing may take hours.
+                none.
 
         Raises:
             CheckpointError: if writing it failed; the earlier checkpoints are untouched.

@@ -25,7 +25,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, UNNAMED
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
-from llama_core.errors import DataError, NonFiniteError, StoppedError, TrainingInfraError
+from llama_core.errors import DataError, NonFiniteError, StoppedError, TrainingFailedError, TrainingInfraError
 from llama_core.machine.detect import software_versions
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
 from llama_core.models.objective import PreparingObjective
@@ -305,7 +305,7 @@ class Trainer:
         """Train to the end of the run; however it ends, complete the checkpoint that is being written."""
         sinks = MetricsSinks.open(self.run, self.config, resumed_at=self.step) if is_first_rank() else None
         under_way: deque[_StepUnderWay] = deque()
-        patience_s = None
+        finish: Callable[[], None] = self.checkpointer.finish_alone
         try:
             self._compile_blocks()
             self._refer()
@@ -320,15 +320,19 @@ class Trainer:
                     sinks = self._roll_back(bad, sinks)
                     continue
                 self._checkpoint_if_due(sinks, stop=stop)
+            finish = self.checkpointer.finish
+        except TrainingFailedError:  # on all ranks
+            finish = self.checkpointer.finish
+            raise
         except Exception as error:
             if has_lost_the_others(error):  # those that are silent will not take part in writing
-                patience_s = float(self.config.launch.collective_timeout_s)
+                finish = partial(self.checkpointer.finish_alone, float(self.config.launch.collective_timeout_s))
             raise
         finally:
             self.batches.stop()
             self._tell("writing a checkpoint", "checkpoints")
             try:
-                self.checkpointer.finish(patience_s)
+                finish()
             finally:
                 self.engine.end_saving()
                 if sinks is not None:

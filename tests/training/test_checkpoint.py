@@ -5,6 +5,8 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -13,11 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from parity import native_engine
+from torch.distributed import distributed_c10d
 
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models.batch import Batch
-from llama_core.parallel.ranks import is_first_rank, wait_for_all
+from llama_core.parallel.ranks import has_lost_the_others, is_first_rank, wait_for_all
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records import checkpoints as records
 from llama_core.records.checkpoints import newest_checkpoint
@@ -238,6 +241,33 @@ def test_a_damaged_checkpoint_does_not_take_the_place_of_a_good_one(run):
         checkpointer.save(step, engine, {})
         checkpointer.finish()
         assert names(run) == ["latest", *(f"step-{kept_step:08d}" for kept_step in kept)]
+
+
+class WritesForEver:
+    def save(self, folder):
+        return Future()
+
+
+def waits_for_a_rank_that_is_gone(path):
+    """Return whether a rank that waits for its checkpoint finds out that the first one no longer answers."""
+    store = distributed_c10d._get_default_store()
+    checkpointer = Checkpointer(RunDirectory(path), keep=Retention(1))
+    checkpointer.save(1, WritesForEver(), {})
+    if is_first_rank():
+        store.wait(["ended"])
+        return None
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    try:
+        checkpointer.finish()
+    except RuntimeError as error:
+        return has_lost_the_others(error)
+    finally:
+        store.set("ended", "")
+
+
+def test_a_rank_whose_threads_wait_to_write_finds_out_that_another_is_gone(run):
+    """The threads themselves wait for a day, because writing may take hours."""
+    assert run_ranks(2, waits_for_a_rank_that_is_gone, run.path) == [None, True]
 
 
 def ranks_and_a_damaged_shard(path):
