@@ -3,6 +3,8 @@
 import os
 import shutil
 import subprocess
+import tempfile
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,9 @@ class PostgreSQL:
         if "CI" not in os.environ and (not PROGRAMS or os.geteuid() != 0):
             pytest.skip("needs root, and Debian's postgresql")
         self.folder = folder
-        for parent in (folder, *folder.parents[:3]):
-            parent.chmod(parent.stat().st_mode | 0o111)  # the server refuses to run as root, and must reach this folder
+        # the server refuses to run as root, and must reach this folder, which is deeper where tests share the work
+        for parent in takewhile(lambda one: one != Path(tempfile.gettempdir()), (folder, *folder.parents)):
+            parent.chmod(parent.stat().st_mode | 0o111)
         shutil.chown(folder, "postgres")
         self.port = free_port()
         self.url = f"postgresql+asyncpg://postgres@127.0.0.1:{self.port}/postgres"

@@ -50,8 +50,8 @@ class MemoryMeter:
 
     On CUDA both are counts of torch's allocator. On the CPU, what is alive is what the C library has handed out and not
     got back, tensors among it; its peak is the largest reading, so it is read again and again while ``watching``. What
-    is taken is the process's resident set, whose peak the kernel
-    records (``VmHWM``) and ``reset_peak`` resets. Where the C library does not tell, what is taken counts as alive.
+    is taken is the process's resident set, whose peak the kernel records (``VmHWM``) and ``reset_peak`` resets. Where
+    the C library does not tell, what is taken counts as alive.
     """
 
     def __init__(self, device: torch.device) -> None:

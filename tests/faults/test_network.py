@@ -37,6 +37,8 @@ def hosts():
     finally:
         if shutil.which("ip"):
             for rank in range(NUM_RANKS):
+                # first, because a namespace lives on with the last packets of its connections, and keeps its interface
+                subprocess.run(["ip", "link", "del", f"{name}p{rank}"], check=False)
                 subprocess.run(["ip", "netns", "del", f"{name}-{rank}"], check=False)
             subprocess.run(["ip", "link", "del", f"{name}s"], check=False)
 
