@@ -85,7 +85,9 @@ def _describe(detail: ErrorDetails, keys: tuple[str, ...], model: type[Section])
         return
     message = message_of(detail)
     value = _shown(detail["input"])
-    if detail["type"] == "extra_forbidden":
+    if not keys:  # of a key that is no text
+        yield Problem(f"{value}: {message}")
+    elif detail["type"] == "extra_forbidden":
         known = [one.name for one in model.known_keys()]
         yield Problem(f"unknown key {keys[0]!r}{ask_for(keys_meant(keys[0], known))}", keys=keys)
     elif detail["type"] == "model_type":

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from pydantic import AfterValidator, TypeAdapter, ValidationError
 
-from llama_core.errors import RunDirectoryError, as_clause
+from llama_core.errors import RequestError, RunDirectoryError, as_clause
 from llama_core.redaction import redacted_values
 from llama_core.units import MIB, format_bytes
 
@@ -381,6 +381,8 @@ def checked_record(record: object, kind: type[T], path: Path) -> T:
         detail = error.errors()[0]
         key = ".".join(map(str, detail["loc"]))
         raise damaged(path, f"{key}: {as_clause(detail['msg'])}") from None
+    except RequestError as error:  # values that are right each by itself
+        raise damaged(path, error) from None
     return checked
 
 

@@ -26,6 +26,7 @@ from llama_core.records.files import (
     checked_record,
     damaged,
     named,
+    open_file,
     read_file,
     read_typed,
     unreadable,
@@ -151,7 +152,17 @@ def _newest_parts(run: RunDirectory, step: int) -> Iterator[tuple[Path, "pa.Tabl
 def _append_repeated(run: RunDirectory, rows: "pa.Table") -> None:
     lines = rows.select(["step", "time", "step_seconds", "data_seconds", "loss"]).to_pylist()
     if lines:
+        _or_set_aside(run.repeated_steps, partial(_look_at_repeated, run), None)
         append_lines(run.repeated_steps, lines)
+
+
+def _look_at_repeated(run: RunDirectory) -> None:
+    try:
+        open_file(run.repeated_steps, run.path).close()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise unreadable(run.repeated_steps, error) from None
 
 
 def _parts(run: RunDirectory) -> list[Path]:

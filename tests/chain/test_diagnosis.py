@@ -301,11 +301,14 @@ def test_a_record_that_cannot_be_read_is_a_problem_that_names_it(run, name):
     assert (subject, told.startswith(f"{path} ")) == ("record", True)
 
 
-def test_a_plan_without_its_keys_is_a_problem(run):
+def test_a_plan_without_its_keys_or_with_keys_that_exclude_each_other_is_a_problem(run):
     end(run, "cancelled")
     write_json(run.plan, {"tp": "many"})
     ((subject, told),) = problems(diagnose(run))
     assert (subject, told.startswith(f"{run.plan} is damaged (tp: ")) == ("record", True)
+    write_json(run.plan, {"dp_shard": 2, "zero_stage": 0})
+    ((subject, told),) = problems(diagnose(run))
+    assert (subject, told.startswith(f"{run.plan} is damaged (dp_shard=2 shards nothing")) == ("record", True)
 
 
 @pytest.mark.root

@@ -221,6 +221,13 @@ def test_a_key_without_a_name_is_an_unknown_one():
     assert problems({"training": {"": 1}}) == ("unknown key 'training.'",)
 
 
+@pytest.mark.parametrize("mapping", [{"\ud800": 1}, {"training": {"\ud800": 1}}])
+def test_a_key_that_is_no_text_is_named(mapping):
+    (problem,) = problems(mapping)
+    assert problem.isprintable()
+    assert r"'\ud800': input should be a valid string" in problem
+
+
 def test_names_from_elsewhere_belong_to_keys_and_to_one_key_each():
     names = [name for names in ALSO_CALLED.values() for name in names]
     assert ALSO_CALLED.keys() <= config_keys().keys()

@@ -183,6 +183,14 @@ def test_resuming_sets_damaged_metrics_aside(run):
     assert [path.name for path in set_aside(run)] == ["_part-00001.parquet.damaged", "_tail.jsonl.damaged"]
 
 
+def test_resuming_sets_aside_what_stands_in_the_place_of_the_repeated_steps(run):
+    write_metrics_part(run, [record(1), record(2)])
+    run.repeated_steps.mkdir(parents=True)
+    drop_metrics_after(run, 1)
+    assert len(run.repeated_steps.read_text().splitlines()) == 1
+    assert run.repeated_steps.with_name("_repeated-steps.jsonl.damaged").is_dir()
+
+
 def test_no_file_that_is_set_aside_takes_the_place_of_another(run):
     for number in range(3):
         write_metrics_part(run, [record(1)]).write_bytes(bytes([number]))
