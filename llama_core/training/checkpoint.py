@@ -139,10 +139,10 @@ class Checkpointer:
         Raises:
             CheckpointError: if writing it failed; the earlier checkpoints are untouched.
         """
-        waits = True
-        while waits:
-            is_written = self._pending is None or bool(wait([self._pending.written], SECONDS_BETWEEN_QUESTIONS).done)
-            waits = bool(*most_over_ranks(not is_written))
+        num_waiting = 1
+        while num_waiting:
+            waiting = wait([self._pending.written], SECONDS_BETWEEN_QUESTIONS).not_done if self._pending else ()
+            (num_waiting,) = most_over_ranks(len(waiting))
         self.finish_alone()
 
     def finish_alone(self, patience_s: float | None = None) -> None:

@@ -15,6 +15,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from tiers import nightly
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from waiting import eventually
@@ -169,7 +170,7 @@ def test_each_missing_package_is_in_the_line_of_the_stages_that_lack_it():
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, nightly(signal.SIGINT)])
 def test_a_measurement_ended_by_a_signal_leaves_its_results_and_no_process(number, tmp_path):
     child, stages = tmp_path / "child", ("--stages", "hangs", "machine")
     paths = os.pathsep.join((str(ROOT), str(HERE)))

@@ -1,9 +1,9 @@
 """Checkpoints are evaluated beside a run: each once, again if that was killed, and never in the ranks' way."""
 
 import sys
-import time
 
 import pytest
+from waiting import eventually
 
 from llama_core.chain.evaluator import Evaluator
 from llama_core.chain.prepare import check_evaluation, prepare_run
@@ -164,6 +164,5 @@ def test_processes_run_one_at_a_time_and_end_when_told(run):
     here.stop()
     assert not here.is_running(first)
     second = here.start((sys.executable, "-c", "print('again')"), 2)
-    while here.is_running(second):
-        time.sleep(0.01)
+    eventually(lambda: not here.is_running(second))
     assert (run.logs / "evaluations.log").read_text().endswith("=== evaluation of step 2 ===\nagain\n")

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from distributed import run_ranks
+from tiers import nightly
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,7 +146,7 @@ def _ranks_step(plan, spec):
     ("plan", "spec"),
     [
         (ParallelPlan(tp=2), SPEC),
-        pytest.param(ParallelPlan(tp=2, sequence_parallel=False), SPEC, marks=pytest.mark.nightly),
+        nightly(ParallelPlan(tp=2, sequence_parallel=False), SPEC),
         pytest.param(
             ParallelPlan(tp=2),
             replace(SPEC, lora=LoRA(lora_rank=16, target_modules=TARGETS)),

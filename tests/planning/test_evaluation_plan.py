@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiers import nightly
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
@@ -112,9 +113,7 @@ def texts(model):
 
 
 @pytest.mark.parametrize("compute", [losses, scores, texts])
-@pytest.mark.parametrize(
-    "sizes", [{}, pytest.param({"num_layers": 16, "num_kv_heads": 32}, marks=pytest.mark.nightly)], ids=["few", "many"]
-)
+@pytest.mark.parametrize("sizes", [{}, nightly({"num_layers": 16, "num_kv_heads": 32})], ids=["few", "many"])
 def test_evaluations_hold_as_many_bytes_as_they_are_estimated_to(compute, sizes):
     spec = replace(model_spec("llama3_8b"), **({"hidden_size": 256, "num_layers": 2, "ffn_size": 896} | sizes))
     spec = replace(spec, head_dim=8, vocab_size=128)

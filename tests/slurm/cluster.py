@@ -9,7 +9,7 @@ import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-from waiting import eventually
+from waiting import PATIENCE_SECONDS, eventually
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm-dev-cluster"
 NUM_NODES = 8
@@ -183,4 +183,4 @@ def _script(*arguments):
 
 
 def _ask(*command):
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS).stdout
