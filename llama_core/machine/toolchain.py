@@ -1,9 +1,10 @@
-"""What this machine needs to build Triton's kernels: compiled blocks are made of them, and so is the loss on CUDA."""
+"""What this machine needs to build Triton's kernels: compiled blocks are made of them, and our own on CUDA."""
 
 import os
 import shutil
 import socket
 import sysconfig
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def missing_for_kernels() -> tuple[str, ...]:
     if not Path(include, "Python.h").exists():
         missing.append(f"Python.h in {include} (Debian: apt install python3-dev)")
     return tuple(missing)
+
+
+@cache
+def can_build_kernels() -> bool:
+    """Return whether this machine has what it takes to build Triton's kernels."""
+    return not missing_for_kernels()
 
 
 def check_can_compile() -> None:

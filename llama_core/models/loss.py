@@ -9,7 +9,6 @@ head's fp32 gradient. Elsewhere, both are computed in blocks that fit a CPU's ca
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llama_core.machine.toolchain import missing_for_kernels
+from llama_core.machine.toolchain import can_build_kernels
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.models.layers import LowRank
 from llama_core.units import GIB, MIB
@@ -322,12 +321,6 @@ def uses_kernels(hidden_TD: Tensor) -> bool:
     return hidden_TD.is_cuda and hidden_TD.dtype != torch.float64 and can_build_kernels()
 
 
-@cache
-def can_build_kernels() -> bool:
-    """Return whether this machine has what it takes to build the kernels."""
-    return not missing_for_kernels()
-
-
 class _SoftmaxInKernels:
     """The losses of all tokens, made chunk by chunk; no kernel gives an ignored token's logits a gradient."""
 
@@ -394,7 +387,16 @@ def softmax_of_parts(  # noqa: PLR0917 - an operator's arguments
     loss_kernels.divided(logits, targets, ignore_index, first, combined, losses, z_loss, scale)
 
 
-for _operator in (softmax_of_rows, parts_of_rows, softmax_of_parts):
+@torch.library.custom_op("llama_core::add_wide_product", mutates_args=("total",))
+def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right``, in half precision, to ``total``, which is fp32; only CUDA has this product.
+
+    An operator of our own, because torch 2.11 takes the dtype for a factor where tensors are fake.
+    """
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+for _operator in (softmax_of_rows, parts_of_rows, softmax_of_parts, add_wide_product):
     _operator.register_fake(lambda *_: None)
 
 
@@ -402,8 +404,8 @@ def _add_wide_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> Non
     """Add ``left_CV.T @ right_CD`` to ``sum_VD``, which may be fp32 where the others are in half precision."""
     if sum_VD.dtype == right_CD.dtype:
         sum_VD.addmm_(left_CV.t(), right_CD)
-    else:  # only CUDA has this product
-        torch.addmm(sum_VD, left_CV.t(), right_CD, out_dtype=sum_VD.dtype, out=sum_VD)
+    else:
+        add_wide_product(sum_VD, left_CV.t(), right_CD)
 
 
 # --- in blocks

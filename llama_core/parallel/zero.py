@@ -35,11 +35,14 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from llama_core.config.strategy import EMBEDDING
+from llama_core.errors import EnvironmentMismatchError
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.parallel.mesh import Mesh, is_divided_over
 from llama_core.planning.plan import ParallelPlan
 
+FIRST_TO_SHARD_ALL = "2.13"
+"""The first torch that shards experts over other ranks than the rest, and bytes of NF4."""
 POWERSGD_RANK = 4
 """Rank of the factors that PowerSGD sends in place of a matrix."""
 POWERSGD_START_STEP = 100
@@ -125,9 +128,13 @@ class Sharded:
         mesh: the ranks.
         plan: the plan.
         compute_dtype: the dtype of gathered weights.
+
+    Raises:
+        EnvironmentMismatchError: if the installed torch cannot shard this model.
     """
 
     def __init__(self, model: Llama, mesh: Mesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
+        _check_torch(model, mesh, plan)
         self.stage = plan.effective_zero_stage
         weight_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         policy = MixedPrecisionPolicy(
@@ -176,6 +183,16 @@ class Sharded:
 
     def end_step(self, updated: Tensor) -> None:
         """Do nothing: nothing is left."""
+
+
+def _check_torch(model: Llama, mesh: Mesh, plan: ParallelPlan) -> None:
+    if torch.__version__ >= FIRST_TO_SHARD_ALL:
+        return
+    installed = f"needs torch {FIRST_TO_SHARD_ALL} or newer, but {torch.__version__} is installed; install that, or"
+    if mesh.experts is not mesh.weights:
+        raise EnvironmentMismatchError(f"parallel.ep={plan.ep} {installed} use parallel.ep=1")
+    if model.spec.packed:
+        raise EnvironmentMismatchError(f"lora.base=nf4 on several data-parallel ranks {installed} use one")
 
 
 def _groups(model: Llama) -> list[nn.Module]:
@@ -235,7 +252,7 @@ def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
     """Return how ``fully_shard`` is to shard each parameter; None for rows over the mesh that it is given."""
     if mesh.experts is mesh.weights:
         return partial(_shard_of_experts, mesh.weights)
-    # needs torch 2.13, and nothing else does
+    # older ones than ``FIRST_TO_SHARD_ALL`` lack them
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Generator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -11,11 +12,12 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 
 from llama_core.records.checksums import FileSum, SummedFile
@@ -50,7 +52,7 @@ class BackgroundSaver:
         self._num_files = num_files or (FILES_PER_RANK if self._on_gpu else 1)
         # torch keeps the plans of a class by its name; another saver's tensors may be others
         self._planner = type(f"Planner{next(_savers)}", (DefaultSavePlanner,), {})
-        self._stager: DefaultStager | None = None
+        self._stager: KeptStager | None = None
         self._written: Future[Any] | None = None
 
     def save(
@@ -72,8 +74,7 @@ class BackgroundSaver:
         if self._written is not None:
             wait([self._written])
         if self._stager is None:
-            options = {"use_pinned_memory": self._on_gpu, "use_non_blocking_copy": self._on_gpu}
-            self._stager = DefaultStager(StagingOptions(**options, use_shared_memory=False, use_async_staging=False))
+            self._stager = KeptStager(on_gpu=self._on_gpu)
         writer = _Writer(folder, self._num_files)
         written = dcp.async_save(
             state,
@@ -106,6 +107,34 @@ class BackgroundSaver:
         self._stager = None
 
 
+class KeptStager(AsyncStager):
+    """Copies one state after another to the same host memory, until ``close``.
+
+    torch's own ``DefaultStager`` does so since 2.13; before, it gives the memory up after each copy.
+
+    Args:
+        on_gpu: whether the states are on a GPU; the memory is then pinned.
+    """
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._copies = StateDictStager(pin_memory=on_gpu, share_memory=False)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state, once it is complete."""
+        staged: dict[str, Any] = self._copies.stage(state_dict, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.accelerator.synchronize()
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: the copy is complete already."""
+
+    def close(self) -> None:
+        """Give up the memory, which a thread that still writes it keeps."""
+        self._copies.close()  # type: ignore[no-untyped-call]
+
+
 class _Writer(dcp.FileSystemWriter):
     """Writes a rank's tensors to several files at once, and sums them on the way.
 
@@ -131,9 +160,12 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the metadata and the index, with the results of all ranks; only the first rank does."""
         self.fs = disk = _Summing()
-        super().finish(metadata, [[one for one in of_rank if one.index != _SUMS] for of_rank in results])
+        of_tensors = [[one for one in of_rank if one.index != _SUMS] for of_rank in results]
+        super().finish(metadata, of_tensors)
+        # torch 2.11 sets the places in a copy of the metadata
+        places = {one.index: one.storage_data for of_rank in of_tensors for one in of_rank}
         with disk.create_stream(Path(self.path) / INDEX, "wb") as file:
-            for line in index_lines(metadata):
+            for line in index_lines(replace(metadata, storage_data=places)):
                 file.write(line)
             os.fsync(file.fileno())
         self.sums |= disk.sums

@@ -66,7 +66,7 @@ PHASES = {
     "backward": Phase("llama_core.parallel.pipeline", "_Execution._backward", step=5),
     "collective": Phase("llama_core.parallel.apply", "ParallelModel._sum_over_ranks", step=5),
     "optimizer step": Phase("torch.optim.optimizer", "Optimizer.zero_grad", step=5),
-    "checkpoint: staging": Phase("torch.distributed.checkpoint.staging", "DefaultStager.stage", step=6),
+    "checkpoint: staging": Phase("llama_core.training.saving", "KeptStager.stage", step=6),
     "checkpoint: writing": Phase("llama_core.records.checksums", "SummedFile.write", step=6, after=True),
     "checkpoint: before the rename": Phase(
         "llama_core.records.checkpoints", "write_manifest", step=5, after=True, ranks=(0,)

@@ -1,6 +1,7 @@
 """Data parallelism: the memory of each ZeRO stage, gradient compression and narrow dtypes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,14 @@ import torch.distributed as dist
 from distributed import run_ranks
 from parity import UNTIED, largest_differences, native_engine, own_microbatches
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.torch_version import TorchVersion
 
+from llama_core.config.models import model_spec
+from llama_core.config.strategy import LoRA, MoE
+from llama_core.errors import EnvironmentMismatchError
 from llama_core.parallel import zero as data
+from llama_core.parallel.apply import ParallelModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import train_step
 from llama_core.training.optimizer import LossScale
@@ -199,3 +206,23 @@ def test_compiled_blocks_match_plain_ones():
     plan = ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=2, compile=True)
     differences = largest_differences(plan)
     assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize(
+    ("traits", "plan", "asked"),
+    [
+        ({"moe": MoE(num_experts=4)}, {"ep": 2}, "parallel.ep=2"),
+        ({"lora": LoRA(base="nf4")}, {}, "lora.base=nf4 on several data-parallel ranks"),
+    ],
+)
+def test_what_an_older_torch_cannot_shard_is_refused_in_a_line(traits, plan, asked, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    spec = replace(model_spec("tiny_llama3_50m"), num_layers=2, **traits)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        plan = ParallelPlan(dp_shard=2, zero_stage=3, **plan)
+        with pytest.raises(EnvironmentMismatchError) as refused:
+            ParallelModel(spec, plan, device=torch.device("cpu"), compute_dtype=torch.bfloat16)
+    finally:
+        dist.destroy_process_group()
+    assert str(refused.value).startswith(f"{asked} needs torch 2.13 or newer, but 2.11.0+cu130 is installed")

@@ -12,7 +12,6 @@ from distributed import run_ranks
 from parity import native_engine
 from test_weights import save_folder
 from tiers import cases, nightly
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_objective import MASKED
 
@@ -126,11 +125,10 @@ def losses(run):
     return read_metrics(run).column("loss").to_pylist()
 
 
-def test_neither_the_first_step_nor_the_first_evaluation_compiles_anything(run, monkeypatch, request):
+def test_neither_the_first_step_nor_the_first_evaluation_compiles_anything(run, monkeypatch):
     """What they compile stalls all ranks, and in a pipeline one stage after another."""
     torch._dynamo.reset()
-    torch.compiler.set_default_backend("aot_eager")
-    request.addfinalizer(partial(torch.compiler.set_default_backend, None))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = trainer(
         run,
@@ -677,9 +675,9 @@ def test_timed_steps_continue_the_data_after_training_and_end_its_thread(run):
 def test_the_memory_of_checkpoints_is_kept_between_them_and_given_up_at_the_end(run, monkeypatch):
     stagers = []
 
-    class Stager(DefaultStager):
-        def __init__(self, options):
-            super().__init__(options)
+    class Stager(saving.KeptStager):
+        def __init__(self, *, on_gpu):
+            super().__init__(on_gpu=on_gpu)
             stagers.append(self)
             self.places, self.is_closed = [], False
 
@@ -692,7 +690,7 @@ def test_the_memory_of_checkpoints_is_kept_between_them_and_given_up_at_the_end(
             super().close()
             self.is_closed = True
 
-    monkeypatch.setattr(saving, "DefaultStager", Stager)
+    monkeypatch.setattr(saving, "KeptStager", Stager)
     one = trainer(run, steps=3, checkpoint_every=1)
     one.fit()
     (stager,) = stagers
