@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.fx import traceback
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from llama_core.config.settings import RecomputeMode
+from llama_core.errors import PlanError
 from llama_core.machine.toolchain import check_can_compile
 from llama_core.models.batch import Documents
 from llama_core.models.layers import KEPT
@@ -23,6 +25,13 @@ from llama_core.models.llama import Llama
 from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION
 from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
+
+MOST_GRAPHS = 64
+"""Graphs that the blocks of a run may be compiled to.
+
+There is one for each kind of layer, length of rows, and kind of batch: with documents or without, in training or in
+evaluation, with a gradient of the input or without. torch's own limit is 8, beyond which it no longer compiles.
+"""
 
 _ATTENTION = frozenset(
     {
@@ -88,6 +97,7 @@ def recompute_and_compile(
 
     Raises:
         EnvironmentMismatchError: if this machine lacks what it takes to compile for its GPU.
+        PlanError: from the model, if its blocks need more than ``MOST_GRAPHS``.
     """
     if plan.compile and device.type == "cuda":
         check_can_compile()
@@ -102,10 +112,28 @@ def recompute_and_compile(
         # DDP would have every block cut into graphs of 25 MB of parameters, so that it can send a bucket between two of
         # them. A block is a small part of a model: the buckets overlap with the blocks before it.
         torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        model.forward = _naming_the_limit(model.forward)  # type: ignore[method-assign]
         model.attention_mask = _of_any_number_of_documents(model.attention_mask)
     if plan.compile and not compiles_inside:
         for block in blocks:
             block.compile()
+
+
+def _naming_the_limit(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``forward`` with torch's error of too many graphs put into the words of the user."""
+
+    def run(*args: Any, **named: Any) -> Tensor:
+        try:
+            return forward(*args, **named)
+        except FailOnRecompileLimitHit as error:
+            raise PlanError(
+                f"parallel.compile: the blocks of this run need more than {MOST_GRAPHS} graphs, one for each kind of "
+                "layer and batch and each length of rows; set parallel.compile=false, or give stages fewer lengths"
+            ) from error
+
+    return run
 
 
 def _of_any_number_of_documents(make_mask: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core.config.models import model_spec
 from llama_core.config.strategy import LoRA, MoE
-from llama_core.errors import EnvironmentMismatchError
+from llama_core.errors import EnvironmentMismatchError, PlanError
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.llama import Llama
-from llama_core.parallel import expert, zero
+from llama_core.parallel import expert, recompute, zero
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.context import apply_context_parallel
 from llama_core.parallel.recompute import recompute_and_compile
@@ -231,6 +231,36 @@ def test_neither_a_step_nor_an_evaluation_compiles_what_was_compiled_before(grap
         assert graphs() == of_training + of_evaluation
         model.evaluate([make_batch()])
         assert graphs() == of_training + of_evaluation
+
+
+ADAPTED = replace(SPEC, lora=LoRA(lora_rank=4, target_modules=("all-linear",)))
+LENGTHS = (32, 64)
+
+
+@pytest.mark.parametrize(("spec", "per_length"), [(SPEC, 4), (ADAPTED, 6)], ids=["all weights", "adapters"])
+def test_every_kind_of_input_has_its_graphs_at_every_length(graphs, spec, per_length):
+    """More than torch's own limit of 8, beyond which it would run blocks uncompiled, with a warning.
+
+    With adapters, the input of the first block has no gradient.
+    """
+    model = built(ParallelPlan(compile=True), spec)
+    compile_every_kind(model)
+    assert graphs() == len(LENGTHS) * per_length
+
+
+def compile_every_kind(model):
+    for length, has_documents, is_training in product(LENGTHS, (True, False), (True, False)):
+        tokens = torch.zeros((2, length), dtype=torch.int64)
+        positions = torch.arange(length).expand(2, -1) % 20 if has_documents else None
+        with torch.set_grad_enabled(is_training):
+            model.compile_blocks(Batch(tokens, tokens, positions))
+
+
+def test_blocks_that_need_too_many_graphs_say_so(graphs, monkeypatch):
+    monkeypatch.setattr(recompute, "MOST_GRAPHS", 2)
+    model = built(ParallelPlan(compile=True))
+    with pytest.raises(PlanError, match=r"parallel.compile: .* more than 2 graphs.*set parallel.compile=false"):
+        compile_every_kind(model)
 
 
 def compile_before_training():
