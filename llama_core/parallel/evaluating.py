@@ -117,6 +117,8 @@ class _Stage:
         """Return what ``Llama.forward`` returns of the whole model, in host memory."""
         num_parts = 1 if self._model.continues_rows else PARTS_PER_STAGE * self._mesh.plan.pp
         parts = batch.split(-(-len(tokens_BS) // num_parts))
+        if batch.documents is not None:
+            parts = [part.with_documents() for part in parts]
         if self._is_last:
             streams = [self._run(part) for part in parts]
             return self._share(self._finish(torch.cat(streams), batch))

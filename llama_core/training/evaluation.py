@@ -16,8 +16,22 @@ def losses_of_rows(model: Llama, batches: Iterable[Batch]) -> list[tuple[float, 
     found: list[tuple[float, int]] = []
     with losses_by_row(model):
         for batch in batches:
-            on_device = batch.to(device)
+            on_device = _for_kernel(batch, model, device).to(device)
             losses = model(on_device.tokens_BS, on_device).tolist()
             counts = [int(model.objective.count(row)) for row in batch.split(1)]
             found += zip(losses, counts, strict=True)
     return found
+
+
+def takes_documents(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device has a kernel for documents in a dtype, which needs no mask of each token with each."""
+    return device.type == "cuda" and dtype in {torch.bfloat16, torch.float16}
+
+
+def _for_kernel(batch: Batch, model: Llama, device: torch.device) -> Batch:
+    """Return a batch in host memory with its documents, if the device has a kernel for them."""
+    if not takes_documents(device, model.compute_dtype):
+        return batch
+    if model.spec.sliding_window:  # each row is a document at least: the kernel has the window too
+        return batch.with_positions().with_documents()
+    return batch.with_documents(whole_rows_apart=True)

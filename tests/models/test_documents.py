@@ -10,12 +10,14 @@ from operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llama_core.config.models import model_spec
-from llama_core.models import layers
+from llama_core.models import layers, llama
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.layers import attend, document_mask
-from llama_core.models.llama import Llama
+from llama_core.models.llama import Llama, initialize_weights
 from llama_core.parallel.recompute import apply_recompute
 from llama_core.rehearsal.byte_counter import ByteCounter
+from llama_core.training import evaluation
+from llama_core.training.evaluation import losses_of_rows
 
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
 
@@ -57,14 +59,17 @@ def _blocks(visible_TT, size):
 
 def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, most, most_keys, *, window_size, **options):
     """Compute the document kernel's result, one document at a time."""
-    assert (window_size, most) == ((-1, 0), most_keys)
+    before, after = window_size
+    assert (after, most) == (0, most_keys)
     assert torch.equal(starts, key_starts)
     assert options == layers.GROUPED_HEADS
     out = []
     for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         assert stop - start <= most
         q, k, v = (x[start:stop].transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
-        scored = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        seen = torch.ones(stop - start, stop - start).tril().bool()
+        seen = seen & ~seen.tril(-before - 1) if before >= 0 else seen
+        scored = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
         out.append(scored.transpose(0, 1))
     return torch.cat(out)
 
@@ -108,6 +113,26 @@ def test_rows_that_are_one_document_each_can_do_without_positions():
     assert [batch.positions_BS is None for batch in taken] == [True, False, False]
     assert [batch.documents is None for batch in taken] == [True, False, False]
     assert Batch(whole, whole, whole).with_documents().documents.starts.tolist() == [0, 4, 8]
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(window, monkeypatch):
+    spec = replace(SPEC, sliding_window=window)
+    model = Llama(spec, compute_dtype=torch.float64).double()
+    initialize_weights(model, 0)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7], [5, 6, 0, 0, 1, 2, 3, 4]])
+    tokens = torch.randint(0, spec.vocab_size, positions.shape)
+    batches = [
+        Batch(tokens, tokens, positions),
+        *Batch(tokens, tokens, positions).split(1),
+        Batch(tokens, tokens, None),
+    ]
+    masked = losses_of_rows(model, batches)
+    monkeypatch.setattr(evaluation, "takes_documents", lambda device, dtype: True)
+    monkeypatch.setattr(layers, "varlen_attn", attention_per_document)
+    monkeypatch.setattr(llama, "document_mask", None)
+    losses = losses_of_rows(model, batches)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(masked))
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("full", 2)])
