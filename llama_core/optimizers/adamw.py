@@ -30,4 +30,10 @@ _BF16 = replace(
     workspace_elements=CHUNK_ELEMENTS,
     runs_in_deepspeed=False,  # the random bits of an element depend on its place, which flat partitions do not know
 )
-ADAMW = replace(_FP32, narrow=_BF16)
+_BF16_ON_CUDA = replace(
+    _BF16,
+    read_bytes=2 * WEIGHT_BYTES + 2 * BF16_BYTES,  # the gradient, the weight and both moments
+    written_bytes=WEIGHT_BYTES + 2 * BF16_BYTES,  # the weight and both moments
+    workspace_itemsize=0,
+)
+ADAMW = replace(_FP32, narrow=replace(_BF16, fused=_BF16_ON_CUDA))

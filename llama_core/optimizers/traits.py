@@ -1,7 +1,7 @@
 """The traits of an optimizer that planning needs. Each states its own, so no other code asks for its name."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -73,6 +73,8 @@ class OptimizerType:
     the size of its gradient."""
     narrow: "OptimizerType | None" = None
     """The same rule with AdamW's moments in bf16, for ``training.moments``; None if it takes no such setting."""
+    fused: "OptimizerType | None" = None
+    """The same rule in one kernel of our own, which only CUDA has; None if there is none."""
     workspace_itemsize: int = 0
     """Bytes per element that an update holds meanwhile."""
     workspace_elements: int = 0
@@ -93,6 +95,11 @@ class OptimizerType:
     def with_moments(self, dtype: str) -> "OptimizerType":
         """Return the same rule with AdamW's moments in a dtype: a value of ``training.moments``."""
         return self.narrow if dtype == "bf16" and self.narrow is not None else self
+
+    def on(self, *, cuda: bool) -> "OptimizerType":
+        """Return the same rule as a device computes it."""
+        own = self.fused if cuda and self.fused is not None else self
+        return own if own.others is None else replace(own, others=own.others.on(cuda=cuda))
 
     @property
     def state_bytes(self) -> int:

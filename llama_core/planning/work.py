@@ -117,6 +117,11 @@ class Work:
         )
 
     @property
+    def update(self) -> OptimizerType:
+        """The optimizer, as the device computes it."""
+        return self.optimizer.on(cuda=self.on_cuda)
+
+    @property
     def itemsize(self) -> int:
         """Bytes per element of activations."""
         return itemsize_of(self.precision)

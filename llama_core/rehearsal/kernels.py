@@ -18,6 +18,7 @@ from llama_core.config.run import RunConfig
 from llama_core.models import cast_weights, layers, loss, moe, nf4
 from llama_core.planning.plan import ParallelPlan, runs_on_cuda
 from llama_core.rehearsal.byte_counter import replaced
+from llama_core.training import bf16_moments
 
 
 @contextmanager
@@ -28,6 +29,8 @@ def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
         if on_cuda:  # on fake tensors, the operators of the loss launch no kernel
             stack.enter_context(replaced(loss, "uses_kernels", lambda hidden_TD: True))
             stack.enter_context(replaced(cast_weights, "multiplies_into_fp32", lambda x: True))
+            stack.enter_context(replaced(bf16_moments, "uses_kernel", lambda weight: True))
+            stack.enter_context(replaced(bf16_moments, "run_in_one_kernel", lambda *arguments, **named: None))
         if on_cuda or plan.compile:
             stack.enter_context(replaced(layers, "rms_norm", _rms_norm))
         if plan.compile:

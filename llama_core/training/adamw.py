@@ -28,7 +28,7 @@ class AdamWInBf16(KeepsDtypes):
     Args:
         groups: groups of parameters.
         defaults: settings of groups that have none of their own.
-        moments: updates a parameter.
+        moments: updates parameters.
     """
 
     _step_supports_amp_scaling = True
@@ -43,6 +43,5 @@ class AdamWInBf16(KeepsDtypes):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. ``closure`` is torch's, and nobody here passes one."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.moments.update(parameter, self.state[parameter], group, self.grad_scale, self.found_inf)
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self.moments.update(parameters, self.state, group, self.grad_scale, self.found_inf)

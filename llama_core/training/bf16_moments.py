@@ -2,17 +2,15 @@
 
 bf16 has 8 bits of precision, so a moment that a step changes by less than half of the last one would never change if it
 were rounded to the nearest: with beta2 = 0.999 the second moment could not fall. Rounded stochastically, it falls as it
-should on average. The update itself is torch's fused kernel on moments in fp32, some at a time; only what is kept is
-rounded.
+should on average. On CUDA the update is one Triton kernel. Elsewhere it is torch's fused kernel on moments in fp32,
+some at a time; only what is kept is rounded.
 
-The random bits of an element are a hash of the seed, the parameter's name, how often it was updated, and the element's
-place in the whole parameter. So they are the same after a resume, and under every plan.
+The random bits of an element (``random_bits``) are the same after a resume, and under every plan.
 
 Source: Gupta et al. 2015, arXiv:1502.02551, section 3; Zamirai et al. 2021, arXiv:2010.06192, for bf16.
 """
 
-from collections.abc import Iterator, Mapping
-from hashlib import blake2b
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,26 +18,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
+from llama_core.machine.toolchain import can_build_kernels
 from llama_core.models.layers import local_part
 from llama_core.optimizers.adamw import CHUNK_ELEMENTS
 from llama_core.optimizers.traits import NAMES
 from llama_core.training.local import adamw_kernel, whether_it_happens
+from llama_core.training.random_bits import Place, key_of, mixed, random_bits
 
 DROPPED_BITS = 16
 """Bits of fp32 that bf16 does not have."""
 _LOW = 2**DROPPED_BITS - 1
-_MIXING = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))
-"""Shifts and factors of a hash of 32 bits, found by a search for the least bias.
-
-Source: Wellons 2018, nullprogram.com/blog/2018/07/31.
-"""
-_LAST_SHIFT = 16
-_COLUMNS = 0x5BD1E995
-"""Any number: it makes the hashes of columns others than those of rows."""
 
 
 class Bf16Moments:
-    """AdamW's update of a parameter whose moments are kept in bf16.
+    """AdamW's update of parameters whose moments are kept in bf16.
 
     Args:
         groups: groups of parameters with their names, which it takes out.
@@ -48,47 +40,107 @@ class Bf16Moments:
 
     def __init__(self, groups: list[dict[str, Any]], seed: int) -> None:
         self._keys = {
-            parameter: _key(seed, name)
+            parameter: key_of(seed, name)
             for group in groups
             for parameter, name in zip(group["params"], group.pop(NAMES), strict=True)
         }
 
     def update(
         self,
-        parameter: Tensor,
-        kept: dict[str, Tensor],
+        parameters: Sequence[Tensor],
+        states: Mapping[Tensor, dict[str, Tensor]],
         group: Mapping[str, Any],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Change this rank's part of a parameter, and its states.
+        """Change this rank's part of each of some parameters, and its states.
 
         Args:
-            parameter: the parameter, with a gradient.
-            kept: its states; empty before its first update.
-            group: the settings of its group.
-            grad_scale: what the gradient is divided by; None for 1.
+            parameters: the parameters, each with a gradient.
+            states: the states of each; empty before its first update.
+            group: the settings of their group.
+            grad_scale: what the gradients are divided by; None for 1.
             found_inf: 1 if nothing is to change, else 0; None if the gradients are known to be finite.
         """
-        weight = local_part(parameter)
-        if not kept:
-            kept["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
-            kept["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-            kept["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        key = _mixed(kept["step"].int()).add_(self._keys[parameter])
-        happens = whether_it_happens(kept["step"], found_inf)
-        tensors = (parameter, cast("Tensor", parameter.grad), kept["exp_avg"], kept["exp_avg_sq"])
-        for chunk in _chunks(parameter, tuple(map(local_part, tensors))):
-            bits = random_bits(key, chunk.place, chunk.weight.shape)
-            _update(chunk, bits, kept["step"], group, grad_scale=grad_scale, found_inf=found_inf)
-        kept["step"].add_(happens)
+        for parameter in parameters:
+            weight = local_part(parameter)
+            kept = states[parameter]
+            if not kept:
+                kept["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+                kept["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                kept["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            tensors = (parameter, cast("Tensor", parameter.grad), kept["exp_avg"], kept["exp_avg_sq"])
+            parts = tuple(map(local_part, tensors))
+            run = run_in_one_kernel if uses_kernel(weight) else _run_in_chunks
+            run(
+                parameter,
+                parts,
+                kept["step"],
+                self._keys[parameter],
+                group,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
+        steps = [states[parameter]["step"] for parameter in parameters]
+        if steps:  # all at once: a launch takes as long as the update of a small matrix
+            torch._foreach_add_(steps, whether_it_happens(steps[0], found_inf))
 
 
-class Place(NamedTuple):
-    """Where a block of a parameter begins. Experts' rows are counted from the first expert on."""
+def uses_kernel(weight: Tensor) -> bool:
+    """Return whether a weight is updated in a kernel of its own. The dry run of a CUDA run replaces this."""
+    return weight.is_cuda and weight.dtype == torch.float32 and can_build_kernels()
 
-    row: int
-    column: int
+
+def run_in_one_kernel(
+    parameter: Tensor,
+    parts: tuple[Tensor, ...],
+    step: Tensor,
+    key: int,
+    group: Mapping[str, Any],
+    *,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Update a rank's part of a parameter in one kernel.
+
+    Args:
+        parameter: the parameter.
+        parts: this rank's part of it, of its gradient, and of both moments.
+        step: how often it was updated, fp32 scalar.
+        key: of its random bits.
+        group: the settings of its group.
+        grad_scale: see ``Bf16Moments.update``, also for the last one.
+        found_inf: whether nothing is to change.
+    """
+    from llama_core.training import bf16_moments_kernel  # needs Triton
+
+    bf16_moments_kernel.update(
+        parts,
+        step,
+        group,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+        key=key,
+        place=_place(parameter),
+        rows_of_an_expert=parameter.shape[1] if parameter.ndim > 2 else 0,
+    )
+
+
+def _run_in_chunks(
+    parameter: Tensor,
+    parts: tuple[Tensor, ...],
+    step: Tensor,
+    key: int,
+    group: Mapping[str, Any],
+    *,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Do the same with kernels of torch, a chunk at a time."""
+    key_of_step = mixed(step.int()).add_(key)
+    for chunk in _chunks(parameter, parts):
+        bits = random_bits(key_of_step, chunk.place, chunk.weight.shape)
+        _update(chunk, bits, step, group, grad_scale=grad_scale, found_inf=found_inf)
 
 
 class _Chunk(NamedTuple):
@@ -127,20 +179,6 @@ def _update(
     round_stochastically(wide_second, bits.bitwise_right_shift_(DROPPED_BITS).bitwise_and_(_LOW), chunk.second)
 
 
-def random_bits(key: Tensor, place: Place, shape: torch.Size) -> Tensor:
-    """Return 32 random bits for each element of a block, [rows, columns], as int32.
-
-    Args:
-        key: int32 scalar, from which they follow together with an element's row and column in the whole.
-        place: where the block begins.
-        shape: its rows and columns.
-    """
-    rows = _mixed(torch.arange(place.row, place.row + shape[0], dtype=torch.int32, device=key.device) + key)
-    columns = torch.arange(place.column, place.column + shape[1], dtype=torch.int32, device=key.device)
-    columns = _mixed(columns + _mixed(key ^ _COLUMNS))
-    return _mixed(rows[:, None] + columns, rounds=1)  # the sums are random already, but not independent
-
-
 def round_stochastically(wide: Tensor, bits: Tensor, narrow: Tensor) -> None:
     """Round numbers to bf16: added to what bf16 drops, random bits carry as often as its value says.
 
@@ -161,15 +199,13 @@ def _chunks(parameter: Tensor, parts: tuple[Tensor, ...]) -> Iterator[_Chunk]:
         parameter: [columns], [rows, columns] or [experts, rows, columns].
         parts: this rank's elements of it, and of what belongs to them.
     """
-    offsets = _offsets(parameter)
-    first_row = offsets[-2] if parameter.ndim > 1 else 0
+    first_row, first_column = _place(parameter)
+    rows_of_an_expert = parameter.shape[1] if parameter.ndim > 2 else 0
     for expert, matrices in enumerate(zip(*map(_matrices, parts), strict=True)):
-        if parameter.ndim > 2:
-            first_row = (offsets[0] + expert) * parameter.shape[1] + offsets[1]
         num_rows, num_columns = matrices[0].shape
         height = max(1, CHUNK_ELEMENTS // max(1, num_columns))
         for top in range(0, num_rows, height):
-            place = Place(first_row + top, offsets[-1])
+            place = Place(first_row + expert * rows_of_an_expert + top, first_column)
             yield _Chunk(place, *(matrix[top : top + height] for matrix in matrices))
 
 
@@ -177,6 +213,14 @@ def _matrices(part: Tensor) -> tuple[Tensor, ...]:
     if part.ndim > 2:
         return part.unbind()
     return (part,) if part.ndim == 2 else (part[None],)
+
+
+def _place(parameter: Tensor) -> Place:
+    """Return where this rank's part of a parameter begins."""
+    *rows, column = _offsets(parameter)
+    if parameter.ndim > 2:
+        return Place(rows[0] * parameter.shape[1] + rows[1], column)
+    return Place(rows[0] if rows else 0, column)
 
 
 def _offsets(parameter: Tensor) -> tuple[int, ...]:
@@ -195,20 +239,3 @@ def _offsets(parameter: Tensor) -> tuple[int, ...]:
             offsets[placement.dim] += begin
             lengths[placement.dim] = min(part, length - begin)
     return tuple(offsets)
-
-
-def _key(seed: int, name: str) -> int:
-    """Return a number of 32 bits for a parameter of a run."""
-    return int.from_bytes(blake2b(f"{seed} {name}".encode(), digest_size=4).digest(), "little", signed=True)
-
-
-def _mixed(numbers: Tensor, rounds: int = 2) -> Tensor:
-    """Replace int32 numbers by hashes of them."""
-    for shift, factor in _MIXING[:rounds]:
-        _fold(numbers, shift).mul_(factor)
-    return _fold(numbers, _LAST_SHIFT)
-
-
-def _fold(numbers: Tensor, shift: int) -> Tensor:
-    """Add upper bits to lower ones; what int32 shifts in from above is the sign, and does not count."""
-    return numbers.bitwise_xor_((numbers >> shift).bitwise_and_(2 ** (32 - shift) - 1))

@@ -72,8 +72,7 @@ class Muon(KeepsDtypes):
             if group[UPDATED_BY] == MUON.name:
                 self._orthogonalise(parameters, group)
             elif self.moments is not None:
-                for parameter in parameters:
-                    self.moments.update(parameter, self.state[parameter], group, self.grad_scale, self.found_inf)
+                self.moments.update(parameters, self.state, group, self.grad_scale, self.found_inf)
             else:
                 self._adapt(parameters, group)
 

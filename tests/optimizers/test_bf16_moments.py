@@ -12,8 +12,9 @@ from llama_core.optimizers.registry import optimizer_type
 from llama_core.optimizers.traits import Trained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training import bf16_moments
-from llama_core.training.bf16_moments import Place, random_bits, round_stochastically
+from llama_core.training.bf16_moments import round_stochastically
 from llama_core.training.optimizer import build_optimizer
+from llama_core.training.random_bits import Place, random_bits
 
 PLANS = {
     "tp2 dp2": ParallelPlan(tp=2, dp_replicate=2, num_microbatches=2),

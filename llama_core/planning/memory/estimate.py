@@ -104,10 +104,10 @@ class _Pipeline:
 
     def _workspace_of_elements(self, hosted: Iterable[StageSnapshots]) -> int:
         """Return the most bytes that a rank holds while it updates what it updates without other ranks."""
-        rule = self.work.optimizer.kinds[-1]
+        rule = self.work.update.kinds[-1]
         largest = 0
         for weights in (stage.weights for stage in hosted):
-            of_stage = weights.stage.largest_trained(with_matrices=rule is self.work.optimizer)
+            of_stage = weights.stage.largest_trained(with_matrices=self.work.update.others is None)
             largest = max(largest, ceil(of_stage / Fraction(weights.num_shards)))
         return rule.workspace_bytes(largest)
 
