@@ -23,6 +23,11 @@ def _at_once(weight: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
     return gradient()
 
 
+def takes_wide_gradient(weight: Tensor, x: Tensor) -> bool:
+    """Return whether the gradient of a weight is made in its own dtype, which is wider than that of ``x``."""
+    return weight.requires_grad and weight.itemsize > x.itemsize
+
+
 def cast_linear(x: Tensor, weight_OI: Tensor, cast_OI: Tensor | None, take: Take = _at_once) -> Tensor:
     """Return ``x @ weight.T`` in the dtype of ``x``.
 
@@ -32,15 +37,20 @@ def cast_linear(x: Tensor, weight_OI: Tensor, cast_OI: Tensor | None, take: Take
         cast_OI: the same in the dtype of ``x``; None to cast it, in the forward and again in the backward.
         take: what becomes of the gradient.
     """
-    out: Tensor = _CastLinear.apply(x, weight_OI, cast_OI, take)  # type: ignore[no-untyped-call]
-    return out
+    made = _MakesGradients.apply(x, weight_OI, cast_OI, take)  # type: ignore[no-untyped-call]
+    return _product(made, x, _narrow(weight_OI, cast_OI, x))
 
 
 def cast_grouped(
     x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor, take: Take = _at_once
 ) -> Tensor:
     """Return the same for rows in groups, each with a matrix of its own; see ``grouped_product``."""
-    out: Tensor = _CastGrouped.apply(x_RI, weight_EOI, cast_EOI, ends_E, take)  # type: ignore[no-untyped-call]
+    made = _MakesGroupedGradients.apply(x_RI, weight_EOI, cast_EOI, ends_E, take)  # type: ignore[no-untyped-call]
+    return _product(made, x_RI, _narrow(weight_EOI, cast_EOI, x_RI), ends_E)
+
+
+def _product(made: Tensor, x: Tensor, weight: Tensor, ends_E: Tensor | None = None) -> Tensor:
+    out: Tensor = _Product.apply(made, x.detach(), weight, ends_E)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -50,12 +60,19 @@ def in_place_of(weight: Tensor, cast_weight: Tensor) -> Tensor:
     return out
 
 
-class _CastLinear(torch.autograd.Function):
+class _MakesGradients(torch.autograd.Function):
+    """Keeps what the gradients of a product are made from, and makes them from the gradient of what it returns.
+
+    That stands for the result of the product, which ``_Product`` computes after this. In one function, autograd would
+    keep the inputs only once the result exists; a recomputation ends when the last tensor is kept, and would compute
+    the last product of a block for nothing.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, cast_OI: Tensor | None, take: Take) -> Tensor:
-        ctx.save_for_backward(x, weight_OI, cast_OI)
+        ctx.save_for_backward(x, weight_OI, cast_OI if ctx.needs_input_grad[0] else None)
         ctx.take = take
-        return x @ _narrow(weight_OI, cast_OI, x).t()
+        return x.new_empty(()).expand(*x.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -68,15 +85,16 @@ class _CastLinear(torch.autograd.Function):
         return grad_x, ctx.take(weight_OI, gradient), None, None
 
 
-class _CastGrouped(torch.autograd.Function):
+class _MakesGroupedGradients(torch.autograd.Function):
+    """The same for rows in groups."""
+
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes them by position
         ctx: Any, x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor, take: Take
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI, cast_EOI, ends_E)
         ctx.take = take
-        out: Tensor = grouped_product(x_RI, _narrow(weight_EOI, cast_EOI, x_RI).mT, ends_E)
-        return out
+        return x_RI.new_empty(()).expand(x_RI.shape[0], weight_EOI.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -86,6 +104,19 @@ class _CastGrouped(torch.autograd.Function):
         grad_x = grouped_product(grad_RO, _narrow(weight_EOI, cast_EOI, x_RI), ends_E)
         gradient = partial(_grouped_gradient, grad_RO, x_RI, ends_E, weight_EOI.dtype)
         return grad_x, ctx.take(weight_EOI, gradient), None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """Computes a product, whose gradient goes to what stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, stands_for_it: Tensor, x: Tensor, weight: Tensor, ends_E: Tensor | None) -> Tensor:
+        return x @ weight.mT if ends_E is None else grouped_product(x, weight.mT, ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -101,7 +132,7 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 def _narrow(weight: Tensor, cast_weight: Tensor | None, x: Tensor) -> Tensor:
-    return weight.to(x.dtype) if cast_weight is None else cast_weight
+    return weight.detach().to(x.dtype) if cast_weight is None else cast_weight
 
 
 def _wide_product(left_OT: Tensor, right_TI: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import LinearScaling, YarnScaling
 from llama_core.models.batch import Documents
-from llama_core.models.cast_weights import cast_linear
+from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
 from llama_core.models.cpu_attention import cpu_attention, is_faster
 
 BLOCK_MATRICES = frozenset(("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
@@ -95,7 +95,11 @@ class Linear(nn.Linear):
 
 def _multiply(x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:
     if cast_weight is None:
-        return F.linear(x, weight.to(x.dtype))
+        # an adapter's matrix that every tensor-parallel rank holds whole is small
+        is_whole = isinstance(weight, DTensor) and weight.placements[0].is_replicate()
+        if is_whole or not takes_wide_gradient(weight, x):
+            return F.linear(x, weight.to(x.dtype))
+        cast_weight = local_part(weight).detach().to(x.dtype)
     if isinstance(weight, DTensor):
         return multiply_own_part(cast_linear, x, weight, cast_weight)
     return cast_linear(x, weight, cast_weight)

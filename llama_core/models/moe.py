@@ -22,7 +22,7 @@ from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE
-from llama_core.models.cast_weights import cast_grouped
+from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import KEPT, FeedForward, Linear, local_part, swiglu
 
@@ -65,10 +65,13 @@ class ExpertLinear(nn.Module):
 
 
 def _multiply(x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor) -> Tensor:
-    if cast_EOI is not None:
-        return cast_grouped(x_RI, weight_EOI, cast_EOI, ends_E)
-    out_RO: Tensor = grouped_product(x_RI, weight_EOI.to(x_RI.dtype).mT, ends_E)
-    return out_RO
+    if cast_EOI is None:
+        cast_EOI = weight_EOI.to(x_RI.dtype)
+        if not takes_wide_gradient(weight_EOI, x_RI):
+            out_RO: Tensor = grouped_product(x_RI, cast_EOI.mT, ends_E)
+            return out_RO
+        cast_EOI = cast_EOI.detach()
+    return cast_grouped(x_RI, weight_EOI, cast_EOI, ends_E)
 
 
 class Experts(nn.Module):

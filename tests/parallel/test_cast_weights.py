@@ -117,3 +117,24 @@ def test_on_cuda_the_gradient_of_a_weight_is_made_in_fp32(monkeypatch):
     assert weight.grad.dtype == torch.float32
     assert torch.ops.aten.mm.dtype in operations.called
     assert torch.ops.aten._to_copy.default not in operations.called
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_weight_without_a_copy_gets_its_gradient_in_fp32_with_any_recomputation(recompute, monkeypatch):
+    """A product with an fp32 result, which a CPU lacks, is made of wider factors here."""
+    made = []
+
+    def wide_product(left, right, dtype):
+        made.append(torch.Size((left.shape[0], right.shape[1])))
+        return left.to(dtype) @ right.to(dtype)
+
+    monkeypatch.setattr(cast_weights, "_wide_product", wide_product)
+    plan = ParallelPlan(recompute=recompute)
+    engine = native_engine(plan, UNTIED, NARROW)
+    engine.forward_backward(own_microbatches(0, plan, documents=True), loss_scale=1.0, on_phase=lambda phase: None)
+    weights = [weight for _, weight, _ in matrices(engine)]
+    assert sorted(made) == sorted(weight.shape for weight in weights)
+    for module in engine.model.layers.modules():
+        gradient = getattr(getattr(module, "weight", None), "grad", None)
+        if gradient is not None and gradient.ndim == 2:
+            assert not torch.equal(gradient, gradient.to(NARROW).to(gradient.dtype))

@@ -106,7 +106,8 @@ def test_twice_the_devices_take_half_the_time_when_communication_is_free():
     free = replace(gpu_spec("h100"), link_bandwidth=1e18, network_bandwidth=1e18)
     few, many = (step(ParallelPlan(dp_replicate=n, num_microbatches=64 // n), free) for n in (2, 4))
     computing = [time.total - time.parts["optimizer"] - time.parts["dp"] for time in (few, many)]
-    assert computing[0] == pytest.approx(2 * computing[1])
+    # but for the first microbatch, whose gradients are added to none
+    assert computing[0] == pytest.approx(2 * computing[1], rel=2e-3)
     assert many.tokens == few.tokens
     assert many.parts["dp"] < 0.01 * many.total
 

@@ -162,7 +162,7 @@ class Layer(ModelProgram):
         num_experts = moe.num_experts // self.setting.ep
         weight = self.matrix(name, num_experts * columns * rows)
         self.of_experts.add(weight)
-        if weight not in self.copied:
+        if weight not in self.copied and not self.casts(weight, x):
             self.transposed.add(weight)
         out = self.product(x, weight, rows, groups=num_experts)
         if name in COSTLY:

@@ -124,25 +124,40 @@ class ModelProgram(Program):
             return x
         return self.result("cast", [x], Size(self.sizes[x].elements, itemsize))
 
+    def casts(self, weight: int, x: int) -> bool:
+        """Return whether a product casts its weight to the dtype of ``x``, which is narrower."""
+        return self.sizes[weight].itemsize > self.sizes[x].itemsize
+
     def product(self, x: int, weight: int, outputs: int, *, groups: int = 0) -> int:
-        """Multiply by a matrix, cast to the dtype of ``x``; with ``groups``, rows of each by a matrix of its own."""
+        """Multiply by a matrix, cast to the dtype of ``x``; with ``groups``, rows of each by a matrix of its own.
+
+        The gradient of a wider weight is made in the weight's own dtype.
+        """
+        kind = "grouped_product" if groups else "product"
         num_matrices = groups or 1
         size = self.sizes[weight]
         columns = size.elements // (outputs * num_matrices)
         rows = self.sizes[x].elements // columns
-        narrow = size.elements * self.itemsize
-        # the operator of a split backward casts a weight that has no copy, again in the backward
-        casts_inside = self.setting.splits_backward and size.itemsize > self.sizes[x].itemsize
+        narrow = Size(size.elements, self.itemsize)
+        workspace = NOTHING
+        if not self.casts(weight, x):
+            inputs = [x, self.cast(weight, self.sizes[x].itemsize)]
+        elif self.setting.splits_backward:  # it casts in the backward again
+            inputs = [x, weight]
+            workspace = BothWays(narrow.num_bytes, narrow.num_bytes)
+        else:
+            kind = f"cast_{kind}"
+            inputs = [x, weight, self.result("copy", [weight], narrow)]
         # CUDA multiplies half precision into fp32, but not in groups
         multiplies_into_fp32 = self.setting.on_cuda and not groups
-        is_widened = (casts_inside or weight in self.copied) and not multiplies_into_fp32
+        is_widened = (self.casts(weight, x) or weight in self.copied) and not multiplies_into_fp32
         return self.result(
-            "grouped_product" if groups else "product",
-            [x, weight if casts_inside else self.cast(weight, self.sizes[x].itemsize)],
+            kind,
+            inputs,
             Size(rows * outputs, self.sizes[x].itemsize),
             products=(Product(rows / num_matrices, columns, outputs, num_matrices),),
-            workspace=BothWays(narrow, narrow) if casts_inside else NOTHING,
-            narrow_gradient=narrow if is_widened and weight in self.trained else 0,
+            workspace=workspace,
+            narrow_gradient=narrow.num_bytes if is_widened and weight in self.trained else 0,
         )
 
     # --- between ranks

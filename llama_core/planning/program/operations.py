@@ -29,6 +29,8 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "product": ((1,), (0,)),
     "add_product": ((), (2,), (1,)),  # of the tensor that is added to, of x, and of a weight
     "grouped_product": ((0, 1), (0, 1)),  # a custom operator saves all its inputs, whatever its backward reads
+    "cast_product": ((2,), (0,), ()),  # of x, of a weight, and of its copy in the dtype of x
+    "cast_grouped_product": ((0, 2), (0, 2), ()),
     "multiply": ((1,), (0,)),
     "silu": ((0,),),
     "swiglu": ((0, 1), (0,)),
@@ -58,7 +60,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
 Inputs count from 0. The gradients of other operations (add, cast, scale, rotate, gather) are computed from the gradient
 of the output alone. Source: ``tools/autograd/derivatives.yaml`` in torch, and ``models`` for operators of our own.
 """
-FLATTENS = frozenset({"product", "packed_product", "rearrange"})
+FLATTENS = frozenset({"product", "cast_product", "packed_product", "rearrange"})
 """Operations on a matrix with a row per token. The gradient of their first input is a view of that matrix's."""
 
 SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {"add": (0, 1), "add_bias": (0,), "add_product": (0,), "sum": (0,)}
@@ -75,7 +77,7 @@ BACKWARD_PRODUCTS = {
 Attention's backward has five products, including the scores again, its forward two. A linear loss multiplies for its
 gradients in its forward. Linear losses, of each token, compute their logits again in the backward.
 """
-WITHOUT_GRADIENT = frozenset({"decide"})
+WITHOUT_GRADIENT = frozenset({"decide", "copy"})
 """Operations that pass no gradient on, such as sorting."""
 
 

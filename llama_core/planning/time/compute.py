@@ -54,7 +54,8 @@ class StageCompute:
             visible_share=1.0 if work.documents == "mask" else 0.5,
             bandwidth=device.memory_bandwidth * MEMORY_SHARE,
             compiles=work.plan.compile,
-            accumulates=not work.plan.uses_fully_shard,
+            # ``fully_shard`` reduces them instead
+            added_share=0.0 if work.plan.uses_fully_shard else 1 - 1 / work.plan.num_microbatches,
         )
         self.casts_once = work.setting.is_narrow and work.plan.keeps_cast_weights
         """Whether weights are cast when they are updated, not at every use."""
@@ -90,7 +91,7 @@ class StageCompute:
         num_parameters = sum(updated)
         # the norm reads the gradient; clipping reads and writes it
         clipping = (1 + 2) * FP32_BYTES * num_parameters
-        seconds = self.copying(clipping + self.work.optimizer.moved_for(updated))
+        seconds = self.copying(clipping + self.work.update.moved_for(updated))
         if self.casts_once:
             seconds += self.copying((FP32_BYTES + self.work.itemsize) * num_parameters)
         return seconds

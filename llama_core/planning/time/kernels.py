@@ -17,6 +17,7 @@ from llama_core.planning.program.operations import (
     FP32_BYTES,
     READ_BY_GRADIENT,
     SHARES_GRADIENT,
+    WITHOUT_GRADIENT,
     Operation,
     Product,
 )
@@ -82,8 +83,8 @@ class Rates:
     """Bytes per second that kernels read or write."""
     compiles: bool
     """Whether blocks are compiled."""
-    accumulates: bool
-    """Whether gradients of weights are added to those of earlier microbatches; ``fully_shard`` reduces them instead."""
+    added_share: float
+    """Share of microbatches whose gradients of weights are added to those of earlier ones."""
 
 
 class ProgramTime:
@@ -136,7 +137,7 @@ class ProgramTime:
         received: Counter[int] = Counter()
         for operation in reversed(self.passes.operations):
             needing = [place for place, tensor in enumerate(operation.inputs) if tensor in self.passes.needing]
-            if not needing or not operation.outputs:
+            if not needing or not operation.outputs or operation.kind in WITHOUT_GRADIENT:
                 continue
             seconds += self._making_gradients(operation, needing)
             for place in needing:
@@ -175,7 +176,7 @@ class ProgramTime:
     def _adding_gradient(self, tensor: int, count: int) -> float:
         """Return the time to add the ``count``-th gradient of a tensor to the one that is there."""
         if tensor in self.program.trained:  # that of an earlier microbatch
-            return self._copying(3 * FP32_BYTES * self.program.trained[tensor]) if self.rates.accumulates else 0.0
+            return self.rates.added_share * self._copying(3 * FP32_BYTES * self.program.trained[tensor])
         if count == 1:
             return 0.0
         # in a compiled block, the kernel that reads the sum makes it
