@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def prepared(device: str, folder: Path, deadline: float, ends: float) -> Bench:
     """Return the bench of this process, with its device set up."""
     if device == "cpu":
         torch.set_num_threads(1)
-        torch.compiler.set_default_backend("aot_eager")  # builds graphs but generates no code
+        # builds graphs but generates no code; torch 2.11 has no setting for it
+        vars(torch)["compile"] = partial(torch.compile, backend="aot_eager")
     else:
         torch.cuda.set_device(0)
     return Bench(torch.device(device), folder, deadline, ends)

@@ -83,11 +83,12 @@ def _time_attention(
 
 def loss(bench: Bench) -> Iterator[Row]:
     """Yield the time and memory of the head and its loss, forward and backward, by implementation."""
-    ways = {
+    ways: dict[str, Callable[..., Tensor]] = {
         "our kernel": partial(_with_kernels, True),
         "in blocks": partial(_with_kernels, False),
-        "torch's linear_cross_entropy": _torchs_loss,
     }
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):
+        ways["torch's linear_cross_entropy"] = _torchs_loss
     for tokens, hidden, vocab in bench.size(((8192, 2048, 128256), (8192, 4096, 128256)), ((64, 32, 512),)):
         operands = [bench.random(tokens, hidden), 0.02 * bench.random(vocab, hidden, dtype=torch.float32)]
         for name, way in ways.items():
@@ -114,7 +115,7 @@ def _with_kernels(fused: bool, hidden_TD: Tensor, weight_VD: Tensor, targets_T: 
 
 
 def _torchs_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:
-    from torch.nn.functional import linear_cross_entropy as theirs  # from torch 2.13 on
+    from torch.nn.functional import linear_cross_entropy as theirs
     from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
     weight_VD = weight_VD.to(hidden_TD.dtype)

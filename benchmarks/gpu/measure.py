@@ -23,7 +23,7 @@ from zipfile import BadZipFile, ZipFile
 
 from benchmarks.gpu.processes import ROOT, run_within
 from benchmarks.gpu.results import Results
-from benchmarks.gpu.stages import FIRST_CALL, SECOND_CALL, STAGES, Stage
+from benchmarks.gpu.stages import CALLS, STAGES, Stage
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 WRAP_UP_SECONDS = 6.0
@@ -69,9 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to test the stages")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--stages", nargs="+", choices=tuple(STAGES), metavar="STAGE", help=f"of {', '.join(STAGES)}")
-    second = ", ".join(stage.name for stage in SECOND_CALL)
-    which.add_argument("--second", action="store_true", help=f"the stages for a card of 141 GB: {second}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time for all of it (default: 9)")
+    which.add_argument("--call", choices=tuple(CALLS), default="first", help="its stages (default: first)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="time for all of it (default: 8)")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of packages that this machine lacks")
     return parser
 
@@ -118,7 +117,7 @@ class Measurement:
         self.deadline = deadline
         self.device: str = options.device
         self.wheels: Path | None = options.wheels
-        whole_call = [stage.name for stage in (SECOND_CALL if options.second else FIRST_CALL)]
+        whole_call = [stage.name for stage in CALLS[options.call]]
         self.stages = [STAGES[name] for name in dict.fromkeys(options.stages or whole_call)]
         self.packages = work / "packages"
         paths = [str(ROOT), str(self.packages), os.environ.get("PYTHONPATH", "")]

@@ -2,16 +2,20 @@
 
 # Shape suffixes: O rows of a matrix, I its columns
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.steps import Steps
 from llama_core.config.nf4 import BLOCK
 from llama_core.models import nf4
+from llama_core.optimizers.adamw import ADAMW
+from llama_core.optimizers.traits import NAMES
+from llama_core.training.bf16_moments import Bf16Moments
 
 ADAPTERS = {"lora_rank": 16, "target_modules": ["all-linear"]}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -19,6 +23,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW, moments in bf16": {"moments": "bf16"},
     "Muon": {"optimizer": "muon"},
 }
+OF_ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 TUNING: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("8B", {"sections": {"strategy": "lora", "lora": ADAPTERS}}),
     "QLoRA": ("8B", {"sections": {"strategy": "lora", "lora": ADAPTERS | {"base": "nf4"}}}),
@@ -71,7 +76,46 @@ def numbers_in_nf4(bench: Bench) -> Iterator[Row]:
         yield bench.attempted({"unpacking": name}, _time_unpacking, bench, way)
 
 
-def _time_unpacking(bench: Bench, way: partial[torch.Tensor]) -> Row:
+def moments_in_bf16(bench: Bench) -> Iterator[Row]:
+    """Yield whether the device's kernel rounds AdamW's moments as a CPU does, and how long the kernel takes."""
+    torch.manual_seed(0)
+    shape = bench.size((8192, 2048), (64, 128))
+    weight = bench.random(*shape, dtype=torch.float32)
+    gradient = bench.random(*shape, dtype=torch.float32)
+    row = {"matrix": f"{shape[0]} x {shape[1]}"}
+    yield bench.attempted(row, _compare_moments, bench, weight, gradient)
+
+
+def _compare_moments(bench: Bench, weight: Tensor, gradient: Tensor) -> Row:
+    update, (ours, kept) = _updated(weight, gradient)
+    _, (theirs, expected) = _updated(weight.cpu(), gradient.cpu())
+    differing = sum(int((kept[name].cpu() != expected[name]).sum()) for name in ("exp_avg", "exp_avg_sq"))
+    ms = bench.milliseconds(update)
+    return {
+        "share of moments that differ from a CPU's": differing / (2 * weight.numel()),
+        "weights differ by at most, of a step": float((ours.cpu() - theirs).abs().max()) / OF_ADAMW["lr"],
+        "ms": ms,
+        "GB/s": ADAMW.narrow.on(cuda=True).moved_bytes * weight.numel() / ms / 1e6 if ADAMW.narrow else None,
+    }
+
+
+def _updated(weight: Tensor, gradient: Tensor) -> tuple[Callable[[], None], tuple[Tensor, dict[str, Tensor]]]:
+    """Return another update of a weight, and copies of the weight and its states after the first two."""
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.grad = gradient
+    moments = Bf16Moments([OF_ADAMW | {"params": [parameter], NAMES: ["layers.0.feed_forward.w1.weight"]}], seed=0)
+    kept: dict[str, Tensor] = {}
+
+    def update() -> None:
+        with torch.no_grad():
+            moments.update([parameter], {parameter: kept}, OF_ADAMW, None, None)
+
+    update()
+    update()
+    return update, (parameter.detach().clone(), {name: state.clone() for name, state in kept.items()})
+
+
+def _time_unpacking(bench: Bench, way: partial[Tensor]) -> Row:
     matrix_OI = way()
     ms = bench.milliseconds(way)
     return {"ms": ms, "GB/s written": matrix_OI.numel() * matrix_OI.element_size() / ms / 1e6}

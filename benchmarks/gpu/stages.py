@@ -26,30 +26,39 @@ def _stage(
 
 _TITAN = ("torchtitan", "tyro", "docstring_parser", "typeguard")
 
-FIRST_CALL = (
-    _stage("run", 80, "product:interrupted_runs", needs=("pyarrow",)),
-    _stage("one_rank", 25, "one_rank:one_rank"),
-    _stage("machine", 15, "machine:memory", "machine:rates"),
-    _stage(
-        "parity", 45, "parity:attention", "parity:divided", "parity:experts", "parity:loss", "parity:replaced_flash"
+CALLS = {
+    "first": (
+        _stage("run", 80, "product:interrupted_runs", needs=("pyarrow",)),
+        _stage("one_rank", 40, "one_rank:one_rank"),
+        _stage("machine", 15, "machine:memory", "machine:rates"),
+        _stage(
+            "parity", 45, "parity:attention", "parity:divided", "parity:experts", "parity:loss", "parity:replaced_flash"
+        ),
+        _stage("step", 60, "steps:profiled_step"),
+        _stage("attention", 30, "kernels:attention"),
+        _stage("loss", 20, "kernels:loss"),
+        _stage("staging", 20, "staging:staging"),
+        _stage("peer", 90, "peer:peer_1b", wants=_TITAN),
     ),
-    _stage("step", 60, "steps:profiled_step"),
-    _stage("attention", 30, "kernels:attention"),
-    _stage("loss", 20, "kernels:loss"),
-    _stage("training", 90, "steps:training"),
-    _stage("peer", 90, "peer:peer_1b", wants=_TITAN),
-    _stage("staging", 15, "staging:staging"),
-    _stage("precision", 40, "steps:precision"),
-)
-"""What ten minutes on any card of 80 GB answer, the most informative first."""
+    "second": (
+        _stage("training", 90, "steps:training"),
+        _stage(
+            "recipes",
+            60,
+            "recipes:numbers_in_nf4",
+            "recipes:moments_in_bf16",
+            "recipes:optimizers",
+            "recipes:tuning",
+        ),
+        _stage("fp8", 90, "kernels:fp8_products", "steps:fp8"),
+        _stage("precision", 40, "steps:precision"),
+    ),
+    "large": (
+        _stage("masks", 90, "steps:masks"),
+        _stage("peer_3b", 150, "peer:peer_3b", wants=_TITAN),
+        _stage("large", 120, "steps:large"),
+    ),
+}
+"""The stages of each call, which fit into eight minutes, the most informative first; the last one needs 141 GB."""
 
-SECOND_CALL = (
-    _stage("fp8", 90, "kernels:fp8_products", "steps:fp8"),
-    _stage("recipes", 60, "recipes:numbers_in_nf4", "recipes:optimizers", "recipes:tuning"),
-    _stage("masks", 90, "steps:masks"),
-    _stage("peer_3b", 150, "peer:peer_3b", wants=_TITAN),
-    _stage("large", 120, "steps:large"),
-)
-"""What needs a card of 141 GB, or matters less."""
-
-STAGES = {stage.name: stage for stage in (*FIRST_CALL, *SECOND_CALL)}
+STAGES = {stage.name: stage for call in CALLS.values() for stage in call}

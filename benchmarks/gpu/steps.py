@@ -176,13 +176,8 @@ def _measured(bench: Bench, shape: str, *, repeats: int = 5, **settings: Any) ->
     return Steps(bench, shape, **settings).measured(repeats)
 
 
-def _rehearsed_too(bench: Bench, shape: str, **settings: Any) -> Row:
-    steps = Steps(bench, shape, **settings)
-    return steps.measured() | {"rehearsed GiB": steps.rehearsed_gib()}
-
-
 def _rows(bench: Bench, *combinations: tuple[str, bool, str, str]) -> Iterator[Row]:
-    """Yield a step of each combination of shape, compilation, documents and recomputation."""
+    """Yield a step of each combination of shape, compilation, documents and recomputation, and then its rehearsal."""
     for shape, on_cuda, kind, recompute in combinations[:: bench.size(1, 2)]:  # every second one tests the code
         if bench.is_late:
             return
@@ -190,7 +185,22 @@ def _rows(bench: Bench, *combinations: tuple[str, bool, str, str]) -> Iterator[R
         documents = bench.size(kind, "mask")
         row = {"model": shape, "compiled": compiled, "documents": documents, "recompute": recompute}
         settings = {"documents": documents, "compile": compiled, "recompute": recompute}
-        yield bench.attempted(row, _rehearsed_too, bench, shape, **settings)
+        built: list[Steps] = []
+        yield bench.attempted(row, _measure_built, built, bench, shape, settings)
+        if built:
+            yield bench.attempted(row, _rehearsed, built)
+        built.clear()  # or its memory would be there while the next one is measured
+        bench.release()
+
+
+def _measure_built(built: list[Steps], bench: Bench, shape: str, settings: dict[str, Any]) -> Row:
+    """Build steps, put them into ``built``, and measure them."""
+    built.append(Steps(bench, shape, **settings))
+    return built[0].measured()
+
+
+def _rehearsed(built: list[Steps]) -> Row:
+    return {"rehearsed GiB": built[0].rehearsed_gib()}
 
 
 def profiled_step(bench: Bench) -> Iterator[Row]:
