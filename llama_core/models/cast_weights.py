@@ -1,6 +1,6 @@
-"""Products with fp32 weights that are read from a copy in half precision, and whose gradients are made in fp32.
+"""Products in half precision with fp32 weights, whose gradients are made in fp32.
 
-A rank that holds whole weights would otherwise cast each of them at every use, and widen every gradient.
+What is multiplied is a copy of the weight: a lasting one, or one that is made at each use.
 """
 
 # Shape suffixes: I columns of a weight, O its rows, T tokens (B * S), R rows of groups, E groups
