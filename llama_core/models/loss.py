@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from llama_core.machine.toolchain import can_build_kernels
 from llama_core.models.batch import IGNORE_INDEX
@@ -398,6 +399,12 @@ def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 for _operator in (softmax_of_rows, parts_of_rows, softmax_of_parts, add_wide_product):
     _operator.register_fake(lambda *_: None)
+
+
+@register_flop_formula(torch.ops.llama_core.add_wide_product)
+def _flops_of_wide_product(_: Any, left_shape: Any, right_shape: Any, **__: Any) -> int:
+    flops: int = 2 * left_shape[0] * left_shape[1] * right_shape[1]
+    return flops
 
 
 def _add_wide_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor) -> None:

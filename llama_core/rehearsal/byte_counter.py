@@ -56,7 +56,6 @@ def _added_product_flops(_: Tensor, left: Tensor, right: Tensor, *__: Any, **___
 
 
 _MISSING_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.llama_core.add_wide_product: _added_product_flops,
     torch.ops.aten.addmm_: _added_product_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,

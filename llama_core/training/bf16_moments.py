@@ -22,7 +22,7 @@ from llama_core.machine.toolchain import can_build_kernels
 from llama_core.models.layers import local_part
 from llama_core.optimizers.adamw import CHUNK_ELEMENTS
 from llama_core.optimizers.traits import NAMES
-from llama_core.training.local import adamw_kernel, whether_it_happens
+from llama_core.training.local import adamw_kernel
 from llama_core.training.random_bits import Place, key_of, mixed, random_bits
 
 DROPPED_BITS = 16
@@ -82,8 +82,12 @@ class Bf16Moments:
                 found_inf=found_inf,
             )
         steps = [states[parameter]["step"] for parameter in parameters]
-        if steps:  # all at once: a launch takes as long as the update of a small matrix
-            torch._foreach_add_(steps, whether_it_happens(steps[0], found_inf))
+        if not steps:
+            return
+        # all at once: a launch takes as long as the update of a small matrix
+        torch._foreach_add_(steps, 1)
+        if found_inf is not None:
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
 def uses_kernel(weight: Tensor) -> bool:
