@@ -216,10 +216,9 @@ def test_70b_on_96_devices_lists_the_divisions_never_tried():
 
 
 @pytest.mark.nightly
-def test_405b_on_64_h200_gets_a_pipeline_and_rejects_zero_0():
+def test_405b_on_64_h200_gets_a_pipeline_and_says_which_others_were_no_better():
     choice = searched(request("llama3_405b", 64), "h200")
     assert choice.plan.pp > 1
-    assert any(line.startswith("ZeRO 0: ") for line in choice.rejected)
     assert any(
         {"gpipe", "chimera"} <= set(names.split(", ")) and why.startswith("no faster and no leaner than 1f1b at pp")
         for names, _, why in (line.partition(": ") for line in choice.rejected)
