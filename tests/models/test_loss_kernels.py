@@ -1,15 +1,13 @@
 """The Triton kernels of the loss: interpreted on a CPU against the loss in blocks, and compiled for a Hopper GPU."""
 
 import json
-import os
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton_kernels
 
 from llama_core.models import loss
 from llama_core.models.layers import LowRank
@@ -104,13 +102,8 @@ def differences():
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The differences, from a process in which Triton interprets: it decides that when it is imported."""
-    pytest.importorskip("triton")
-    paths = [str(Path(loss.__file__).parents[2]), *sys.path]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    """The differences."""
+    return triton_kernels.interpreted(__file__)
 
 
 # Both round a gradient to the dtype of the logits, from fp32 numbers that differ in the order of their sums. So results
@@ -130,25 +123,21 @@ def test_a_target_outside_the_vocabulary_gives_an_infinite_loss(interpreted):
 
 @pytest.mark.parametrize("name", ["whole_rows", "parts_of_rows", "divided_rows"])
 def test_the_kernels_compile_for_hopper_and_read_16_bytes_at_a_time(name, tmp_path, monkeypatch):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")
     from llama_core.models import loss_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(loss_kernels, name)
-    kinds = {"logits": "*bf16", "targets": "*i64", "z_loss": "fp32", "scale": "fp32", "BLOCK": "constexpr"}
+    kinds = dict.fromkeys(kernel.arg_names, "*fp32") | {"logits": "*bf16", "targets": "*i64"}
+    kinds |= dict.fromkeys(("z_loss", "scale"), "fp32")
     kinds |= dict.fromkeys(("stride", "width", "ignore_index", "first"), "i32")
-    signature = {argument: kinds.get(argument, "*fp32") for argument in kernel.arg_names}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, argument in enumerate(kernel.arg_names)
-        if argument in {"logits", "stride", "width"}
-    }
-    source = ASTSource(kernel, signature, {"BLOCK": loss_kernels.BLOCK}, aligned)
-    options = {"num_warps": loss_kernels.NUM_WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton_kernels.compiled_for_hopper(
+        kernel,
+        kinds,
+        {"BLOCK": loss_kernels.BLOCK},
+        multiples_of_16={"logits", "stride", "width"},
+        num_warps=loss_kernels.NUM_WARPS,
+    )
     assert compiled.asm["cubin"]
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
 

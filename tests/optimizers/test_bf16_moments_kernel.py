@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
+import triton_kernels
+from operations import Operations
 
 from llama_core.optimizers.adamw import ADAMW
 from llama_core.optimizers.traits import NAMES
@@ -56,13 +55,8 @@ def differences():
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The differences, from a process in which Triton interprets: it decides that when it is imported."""
-    pytest.importorskip("triton")
-    paths = [str(Path(bf16_moments.__file__).parents[2]), *sys.path]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    """The differences."""
+    return triton_kernels.interpreted(__file__)
 
 
 def test_the_kernel_rounds_both_moments_to_the_same_bits_as_the_chunks(interpreted):
@@ -84,11 +78,28 @@ def test_the_row_of_a_cuda_run_moves_each_number_once():
     assert ADAMW.narrow.on(cuda=False) is ADAMW.narrow
 
 
-def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(tmp_path, monkeypatch):
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def test_an_update_launches_one_kernel_for_each_weight_and_two_for_all_steps(monkeypatch):
+    launched = []
+    monkeypatch.setattr(bf16_moments, "uses_kernel", lambda weight: True)
+    monkeypatch.setattr(bf16_moments, "run_in_one_kernel", launched.append)
+    weights = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    for weight in weights:
+        weight.grad = torch.ones(4, 4)
+    names = ["a", "b", "c"]
+    moments = Bf16Moments([SETTINGS | {"params": weights, NAMES: names}], seed=3)
+    states = {weight: {} for weight in weights}
+    grad_scale, found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    for _ in range(2):  # the first makes the states
+        launched.clear()
+        with torch.no_grad(), Operations() as operations:
+            moments.update(weights, states, SETTINGS, grad_scale, found_inf)
+    assert len(launched) == len(weights)
+    assert operations.called == [torch.ops.aten._foreach_add_.Scalar, torch.ops.aten._foreach_sub_.List]
+    assert [float(kept["step"]) for kept in states.values()] == [2.0] * len(weights)
 
+
+def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
     from llama_core.training import bf16_moments_kernel as kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -104,21 +115,17 @@ def test_the_kernel_compiles_for_hopper_and_moves_16_bytes_at_a_time(tmp_path, m
         "HEIGHT": 2,
         "WIDTH": 1024,
     }
-    kinds = dict.fromkeys(("weights", "gradients", "step", "grad_scale", "found_inf"), "*fp32")
-    kinds |= dict.fromkeys(("firsts", "seconds"), "*i16") | dict.fromkeys(("lr", "decay", "epsilon"), "fp32")
-    signature = {
-        argument: "constexpr" if argument in constants else kinds.get(argument, "i32")
-        for argument in kernels.adamw.arg_names
-    }
-    multiples_of_16 = {"weights", "gradients", "firsts", "seconds", "num_columns", "gradient_row", "gradient_expert"}
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, argument in enumerate(kernels.adamw.arg_names)
-        if argument in multiples_of_16
-    }
-    source = ASTSource(kernels.adamw, signature, constants, aligned)
-    options = {"num_warps": kernels.NUM_WARPS}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    pointers = ("weights", "gradients", "firsts", "seconds")
+    kinds = dict.fromkeys(kernels.adamw.arg_names, "i32") | dict.fromkeys(("firsts", "seconds"), "*i16")
+    kinds |= dict.fromkeys(("weights", "gradients", "step", "grad_scale", "found_inf"), "*fp32")
+    kinds |= dict.fromkeys(("lr", "decay", "epsilon"), "fp32")
+    compiled = triton_kernels.compiled_for_hopper(
+        kernels.adamw,
+        kinds,
+        constants,
+        multiples_of_16={*pointers, "num_columns", "gradient_row", "gradient_expert"},
+        num_warps=kernels.NUM_WARPS,
+    )
     assert compiled.asm["cubin"]
     assert compiled.asm["ptx"].count("ld.global.v4.b32") == compiled.asm["ptx"].count("ld.global.v")
     assert "st.global.v4.b32" in compiled.asm["ptx"]
