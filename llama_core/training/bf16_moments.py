@@ -70,24 +70,38 @@ class Bf16Moments:
                 kept["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 kept["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             tensors = (parameter, cast("Tensor", parameter.grad), kept["exp_avg"], kept["exp_avg_sq"])
-            parts = tuple(map(local_part, tensors))
-            run = run_in_one_kernel if uses_kernel(weight) else _run_in_chunks
-            run(
-                parameter,
-                parts,
-                kept["step"],
-                self._keys[parameter],
-                group,
+            one = Update(
+                parts=tuple(map(local_part, tensors)),
+                step=kept["step"],
+                group=group,
                 grad_scale=grad_scale,
                 found_inf=found_inf,
+                key=self._keys[parameter],
+                place=_place(parameter),
+                rows_of_an_expert=parameter.shape[1] if parameter.ndim > 2 else 0,
             )
+            if uses_kernel(weight):
+                run_in_one_kernel(one)
+            else:
+                _run_in_chunks(one)
         steps = [states[parameter]["step"] for parameter in parameters]
-        if not steps:
-            return
-        # all at once: a launch takes as long as the update of a small matrix
-        torch._foreach_add_(steps, 1)
-        if found_inf is not None:
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+        if steps:  # all at once: a launch takes as long as the update of a small matrix
+            torch._foreach_add_(steps, 1)
+            if found_inf is not None:
+                torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+class Update(NamedTuple):
+    """The update of this rank's part of a parameter; ``bf16_moments_kernel.update`` says what each of these is."""
+
+    parts: tuple[Tensor, ...]
+    step: Tensor
+    group: Mapping[str, Any]
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    key: int
+    place: Place
+    rows_of_an_expert: int
 
 
 def uses_kernel(weight: Tensor) -> bool:
@@ -95,56 +109,18 @@ def uses_kernel(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.float32 and can_build_kernels()
 
 
-def run_in_one_kernel(
-    parameter: Tensor,
-    parts: tuple[Tensor, ...],
-    step: Tensor,
-    key: int,
-    group: Mapping[str, Any],
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Update a rank's part of a parameter in one kernel.
-
-    Args:
-        parameter: the parameter.
-        parts: this rank's part of it, of its gradient, and of both moments.
-        step: how often it was updated, fp32 scalar.
-        key: of its random bits.
-        group: the settings of its group.
-        grad_scale: see ``Bf16Moments.update``, also for the last one.
-        found_inf: whether nothing is to change.
-    """
+def run_in_one_kernel(one: Update) -> None:
+    """Update a rank's part of a parameter in one kernel."""
     from llama_core.training import bf16_moments_kernel  # needs Triton
 
-    bf16_moments_kernel.update(
-        parts,
-        step,
-        group,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        key=key,
-        place=_place(parameter),
-        rows_of_an_expert=parameter.shape[1] if parameter.ndim > 2 else 0,
-    )
+    bf16_moments_kernel.update(**one._asdict())
 
 
-def _run_in_chunks(
-    parameter: Tensor,
-    parts: tuple[Tensor, ...],
-    step: Tensor,
-    key: int,
-    group: Mapping[str, Any],
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+def _run_in_chunks(one: Update) -> None:
     """Do the same with kernels of torch, a chunk at a time."""
-    key_of_step = mixed(step.int()).add_(key)
-    for chunk in _chunks(parameter, parts):
-        bits = random_bits(key_of_step, chunk.place, chunk.weight.shape)
-        _update(chunk, bits, step, group, grad_scale=grad_scale, found_inf=found_inf)
+    key_of_step = mixed(one.step.int()).add_(one.key)
+    for chunk in _chunks(one):
+        _update(chunk, random_bits(key_of_step, chunk.place, chunk.weight.shape), one)
 
 
 class _Chunk(NamedTuple):
@@ -157,26 +133,18 @@ class _Chunk(NamedTuple):
     second: Tensor
 
 
-def _update(
-    chunk: _Chunk,
-    bits: Tensor,
-    step: Tensor,
-    group: Mapping[str, Any],
-    *,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Update a chunk, given 32 random bits for each element, which are overwritten; the rest is as in ``update``."""
+def _update(chunk: _Chunk, bits: Tensor, one: Update) -> None:
+    """Update a chunk, given 32 random bits for each element, which are overwritten."""
     wide_first = chunk.first.to(chunk.weight.dtype)
     wide_second = chunk.second.to(chunk.weight.dtype)
     adamw_kernel(
         [chunk.weight],
         [chunk.gradient.contiguous()],
         ([wide_first], [wide_second]),
-        [step.clone()],  # it is counted up, and other chunks are of the same step
-        group,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
+        [one.step.clone()],  # it is counted up, and other chunks are of the same step
+        one.group,
+        grad_scale=one.grad_scale,
+        found_inf=one.found_inf,
     )
     # if nothing is to change, the moments are still numbers of bf16, which rounding keeps
     round_stochastically(wide_first, bits & _LOW, chunk.first)
@@ -196,20 +164,14 @@ def round_stochastically(wide: Tensor, bits: Tensor, narrow: Tensor) -> None:
     narrow.view(torch.int16).copy_(upper_halves)
 
 
-def _chunks(parameter: Tensor, parts: tuple[Tensor, ...]) -> Iterator[_Chunk]:
-    """Yield this rank's part of a parameter in chunks.
-
-    Args:
-        parameter: [columns], [rows, columns] or [experts, rows, columns].
-        parts: this rank's elements of it, and of what belongs to them.
-    """
-    first_row, first_column = _place(parameter)
-    rows_of_an_expert = parameter.shape[1] if parameter.ndim > 2 else 0
-    for expert, matrices in enumerate(zip(*map(_matrices, parts), strict=True)):
+def _chunks(one: Update) -> Iterator[_Chunk]:
+    """Yield this rank's part of a parameter in chunks."""
+    for expert, matrices in enumerate(zip(*map(_matrices, one.parts), strict=True)):
+        first_row = one.place.row + expert * one.rows_of_an_expert
         num_rows, num_columns = matrices[0].shape
         height = max(1, CHUNK_ELEMENTS // max(1, num_columns))
         for top in range(0, num_rows, height):
-            place = Place(first_row + expert * rows_of_an_expert + top, first_column)
+            place = Place(first_row + top, one.place.column)
             yield _Chunk(place, *(matrix[top : top + height] for matrix in matrices))
 
 
@@ -220,7 +182,7 @@ def _matrices(part: Tensor) -> tuple[Tensor, ...]:
 
 
 def _place(parameter: Tensor) -> Place:
-    """Return where this rank's part of a parameter begins."""
+    """Return where this rank's part of a parameter begins: [columns], [rows, columns] or [experts, rows, columns]."""
     *rows, column = _offsets(parameter)
     if parameter.ndim > 2:
         return Place(rows[0] * parameter.shape[1] + rows[1], column)
