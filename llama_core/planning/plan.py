@@ -521,11 +521,15 @@ def runs_on_cuda(config: RunConfig) -> bool:
 def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:
     """Return how attention is kept inside packed documents when a resolved ``config`` runs under ``plan``.
 
-    The varlen kernel needs CUDA and 16 bits. Without it, every block on a ring of context-parallel ranks has a mask.
-    With a sliding window, every row is a document at least.
+    Without the varlen kernel, every block on a ring of context-parallel ranks has a mask. With a sliding window, every
+    row is a document at least.
     """
     if not config.data.document_mask and not config.spec.sliding_window:
         return "none"
-    on_cuda = config.launch.device == "cuda"
-    is_narrow = config.training.precision != "fp32"
-    return "varlen" if on_cuda and is_narrow and plan.attention == "auto" else "mask"
+    has_kernel = has_document_kernel(config.launch.device, is_narrow=config.training.precision != "fp32")
+    return "varlen" if has_kernel and plan.attention == "auto" else "mask"
+
+
+def has_document_kernel(device: str, *, is_narrow: bool) -> bool:
+    """Return whether a kind of device has the varlen kernel, which takes 16 bits alone."""
+    return device == "cuda" and is_narrow

@@ -6,6 +6,7 @@ import torch
 
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, losses_by_row
+from llama_core.planning.plan import has_document_kernel
 
 
 @torch.no_grad()
@@ -23,14 +24,9 @@ def losses_of_rows(model: Llama, batches: Iterable[Batch]) -> list[tuple[float, 
     return found
 
 
-def takes_documents(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device has a kernel for documents in a dtype, which needs no mask of each token with each."""
-    return device.type == "cuda" and dtype in {torch.bfloat16, torch.float16}
-
-
 def _for_kernel(batch: Batch, model: Llama, device: torch.device) -> Batch:
     """Return a batch in host memory with its documents, if the device has a kernel for them."""
-    if not takes_documents(device, model.compute_dtype):
+    if not has_document_kernel(device.type, is_narrow=model.compute_dtype.itemsize == 2):
         return batch
     if model.spec.sliding_window:  # each row is a document at least: the kernel has the window too
         return batch.with_positions().with_documents()

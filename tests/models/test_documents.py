@@ -128,7 +128,7 @@ def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(win
         Batch(tokens, tokens, None),
     ]
     masked = losses_of_rows(model, batches)
-    monkeypatch.setattr(evaluation, "takes_documents", lambda device, dtype: True)
+    monkeypatch.setattr(evaluation, "has_document_kernel", lambda device, is_narrow: True)
     monkeypatch.setattr(layers, "varlen_attn", attention_per_document)
     monkeypatch.setattr(llama, "document_mask", None)
     losses = losses_of_rows(model, batches)
