@@ -66,11 +66,10 @@ class ExpertLinear(nn.Module):
 
 def _multiply(x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor) -> Tensor:
     if cast_EOI is None:
-        cast_EOI = weight_EOI.to(x_RI.dtype)
         if not takes_wide_gradient(weight_EOI, x_RI):
-            out_RO: Tensor = grouped_product(x_RI, cast_EOI.mT, ends_E)
+            out_RO: Tensor = grouped_product(x_RI, weight_EOI.to(x_RI.dtype).mT, ends_E)
             return out_RO
-        cast_EOI = cast_EOI.detach()
+        cast_EOI = weight_EOI.detach().to(x_RI.dtype)
     return cast_grouped(x_RI, weight_EOI, cast_EOI, ends_E)
 
 

@@ -104,10 +104,11 @@ class _Pipeline:
 
     def _workspace_of_elements(self, hosted: Iterable[StageSnapshots]) -> int:
         """Return the most bytes that a rank holds while it updates what it updates without other ranks."""
-        rule = self.work.update.kinds[-1]
+        update = self.work.update
+        rule = update.kinds[-1]
         largest = 0
         for weights in (stage.weights for stage in hosted):
-            of_stage = weights.stage.largest_trained(with_matrices=self.work.update.others is None)
+            of_stage = weights.stage.largest_trained(with_matrices=update.others is None)
             largest = max(largest, ceil(of_stage / Fraction(weights.num_shards)))
         return rule.workspace_bytes(largest)
 
