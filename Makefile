@@ -91,7 +91,7 @@ check: $(VENV)/installed-dev
 	$(BIN)/lint-imports --no-cache
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or set PYTHON=..." >&2; exit 2; }
@@ -101,12 +101,13 @@ $(VENV)/bin/python:
 		{ echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV)
 
+# Each torch names its own Triton, and an older one an older setuptools.
 $(OLDEST)/installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -m venv $(OLDEST)
-	@grep -v '^torch==\|^triton==\|^setuptools==' $(CONSTRAINTS) >$(OLDEST)/constraints.txt
+	@sed '/^torch==/d; /^triton==/d; /^setuptools==/d' $(CONSTRAINTS) </dev/null >$(OLDEST)/constraints.txt
 	@echo 'torch==$(OLDEST_TORCH).*' >>$(OLDEST)/constraints.txt
 	@echo "installing into $(OLDEST) with torch $(OLDEST_TORCH): some minutes"
-	@PIP_CONSTRAINT=$(OLDEST)/constraints.txt $(BIN)/python -m pip --disable-pip-version-check install -qq --editable '.[dev]'
+	@PIP_CONSTRAINT=$(OLDEST)/constraints.txt $(OLDEST)/bin/python -m pip --disable-pip-version-check install -qq --editable '.[dev]'
 	@touch $@
 
 $(VENV)/installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
