@@ -1,7 +1,7 @@
 """A Triton kernel for AdamW with moments in bf16, which reads and writes each number once: 20 bytes an element.
 
 Import it only where it runs: it needs Triton, which torch brings along on CUDA. In separate kernels, the same update
-moves 156 bytes an element. The arithmetic is fp32; see ``bf16_moments`` for the rounding and its random bits.
+moves 168 bytes an element. The arithmetic is fp32; see ``bf16_moments`` for the rounding and its random bits.
 """
 
 # Shape suffixes: E experts, or 1; R rows, C columns of one matrix; I and J those of the tile of one program
