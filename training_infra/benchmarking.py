@@ -74,7 +74,7 @@ def compare_batch_sizes(
     sweep = SweepConfig.from_mapping(
         {
             "name": f"{config.spec.name}_batch_sizes",
-            "base": config.model_dump(),
+            "base": config,
             "grid": {"training.batch_size": list(batch_sizes)},
         }
     )

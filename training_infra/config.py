@@ -6,6 +6,7 @@ from types import UnionType
 from typing import Any
 
 from llama_core.config.names import keys_called
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.settings import StrategyName, literal_values
 from llama_core.config.strategy import PARTS, LoRA, MoE, not_a_strategy
@@ -113,13 +114,9 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: if there is no such setting, or its value is invalid.
     """
-    mapping = config.model_dump()
+    mapping = config.given()
     for name, value in settings.items():
-        *sections, key = setting_path(name)
-        target = mapping
-        for section in sections:
-            target = target[section]
-        target[key] = value
+        Override(".".join(setting_path(name)), value).apply(mapping)
     return RunConfig.from_mapping(mapping)
 
 

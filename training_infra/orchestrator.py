@@ -98,7 +98,7 @@ class LlamaTrainingOrchestrator:
     def distributed_config(self, asked: DistributedConfig) -> None:
         check_kind("distributed_config", asked, DistributedConfig, MADE_BY_FACTORY)
         parallel = self._divided(asked.model_dump())
-        self.config = RunConfig.from_mapping(self.config.model_dump() | {"parallel": parallel})
+        self.config = RunConfig.from_mapping(self.config.given() | {"parallel": parallel})
 
     def _divided(self, parallel: dict[str, Any]) -> dict[str, Any]:
         """Return a request for devices; without auto-configuration, degrees left open are 1."""

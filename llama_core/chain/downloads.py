@@ -122,25 +122,25 @@ def resolve(config: RunConfig) -> Resolved:
     """
     notes = list(_folders_that_win(config))
     sources: list[Source] = []
-    mapping = config.model_dump()
+    folders: list[Override] = []
     if (name := HubName.of(config.model)) is not None:
         sources.append(_described("model", name))
-        mapping["model"] = str(sources[-1].folder)
+        folders.append(Override("model", str(sources[-1].folder)))
     if (name := HubName.of(config.data.tokenizer)) is not None:
         sources.append(_described("data.tokenizer", name))
-        mapping["data"]["tokenizer"] = str(sources[-1].folder)
+        folders.append(Override("data.tokenizer", str(sources[-1].folder)))
     if config.training.init_from is not None:
         sources += _of_weights(config.training.init_from)
-        mapping["training"]["init_from"] = str(folder_of(config.training.init_from))
+        folders.append(Override("training.init_from", str(folder_of(config.training.init_from))))
     for setting, given in _data_settings(config.data):
         data = _of_data_source(setting, given, config.data.cache_dir)
-        Override(setting, data.paths).apply(mapping)
+        folders.append(Override(setting, data.paths))
         sources += data.sources
         notes += data.notes
     for source in sources:
         if not source.missing:
             source.link()
-    resolved = RunConfig.from_mapping(mapping) if sources else config
+    resolved = config.with_overrides(*folders) if sources else config
     return Resolved(resolved, tuple(sources), tuple(notes))
 
 

@@ -233,7 +233,7 @@ def _node_memory(config: RunConfig, machine: Machine) -> tuple[str, int] | None:
 
 def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
     """Return ``config`` with some keys changed, given by section, and validated again."""
-    mapping = config.model_dump()
+    mapping = config.given()
     for section, changes in sections.items():
-        mapping[section] |= changes
+        mapping[section] = mapping.get(section, {}) | changes
     return RunConfig.from_mapping(mapping)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.architecture import ArchitectureConfig
@@ -68,7 +68,7 @@ from llama_core.config.settings import (
 )
 from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.config.stages import Stage, later_stages, rows_before, tokens_before
-from llama_core.config.strategy import PARTS, TUNED, LoRA, MoE, fine_tuning_defaults, not_a_strategy
+from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults, not_a_strategy
 from llama_core.config.strict_yaml import write_yaml
 from llama_core.config.validation import plain, validate
 from llama_core.errors import ConfigError, Problem, blaming
@@ -154,13 +154,15 @@ class RunConfig(Section):
     def _one_pattern(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _with_dependent_defaults(cls, given: Any) -> Any:
-        """Fill in the defaults that depend on other settings."""
+    def _with_dependent_defaults(cls, given: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
+        """Fill in the defaults that depend on other settings, which then do not count as given."""
         training = given.get("training", {}) if isinstance(given, dict) else None
+        if isinstance(training, TrainingConfig):
+            training = training.given()
         if not isinstance(training, dict):
-            return given  # validation reports it
+            return validated(given)  # which reports it
         init_from = training.get("init_from")
         if isinstance(init_from, str):
             given = with_settings_of_weights(given, init_from)
@@ -169,7 +171,11 @@ class RunConfig(Section):
         defaults = fine_tuning_defaults(
             adapters=adapters, trained_before=init_from is not None, objective=training.get("objective")
         )
-        return given | {"training": defaults | training} if defaults else given
+        if not defaults:
+            return validated(given)
+        config = validated(given | {"training": defaults | training})
+        config.training.model_fields_set.difference_update(defaults.keys() - training.keys())
+        return config
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> Self:
@@ -248,7 +254,7 @@ class RunConfig(Section):
 
     @property
     def fine_tuning_defaults(self) -> dict[str, float]:
-        """The settings of ``training`` that have their fine-tuning default."""
+        """The settings of ``training`` that have their fine-tuning default, given or not: a record has every key."""
         defaults = fine_tuning_defaults(
             adapters=self.strategy == "lora",
             trained_before=self.training.init_from is not None,
@@ -452,17 +458,12 @@ class RunConfig(Section):
         return write_yaml(self.model_dump())
 
     def with_overrides(self, *overrides: Override | str) -> Self:
-        """Return a copy with overrides applied, as ``from_mapping`` does; defaults follow the new strategy.
+        """Return a copy with overrides applied, as ``from_mapping`` does; what nobody gave follows the new strategy.
 
         Raises:
             ConfigError: as ``from_mapping``.
         """
-        mapping = self.model_dump()
-        for key in TUNED:
-            default = self.fine_tuning_defaults.get(key, TrainingConfig.model_fields[key].default)
-            if mapping["training"][key] == default:
-                del mapping["training"][key]
-        return self.from_mapping(mapping, overrides)
+        return self.from_mapping(self.given(), overrides)
 
 
 def config_keys() -> dict[str, str]:

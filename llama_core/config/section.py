@@ -80,6 +80,13 @@ class Section(BaseModel):
             raise PydanticCustomError("endless", "input should be between -2**63 and 2**63")
         return value
 
+    def given(self) -> dict[str, Any]:
+        """Return the keys that somebody gave, nested: all but the defaults, and also values that equal a default.
+
+        A record of a run has every key, so that each is given when it is read again.
+        """
+        return self.model_dump(exclude_unset=True)
+
     @classmethod
     def known_keys(cls, prefix: str = "", around: Key = Key()) -> Iterator[KnownKey]:
         """Yield every key of this section and of those inside it.

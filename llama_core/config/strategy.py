@@ -311,8 +311,6 @@ _ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}
 _WHOLE_MODEL = {"learning_rate": 2e-5, "epochs": 2.0}
 _RATES_OF_ANSWERS = {"adapters": 5e-6, "whole": 1e-6}
 """Peak learning rates of objectives that read answers."""
-TUNED = tuple(_ADAPTERS | _WHOLE_MODEL)
-"""Settings of ``training`` with other defaults in fine-tuning."""
 
 
 def fine_tuning_defaults(*, adapters: bool, trained_before: bool, objective: object) -> dict[str, float]:

@@ -73,7 +73,7 @@ class SweepRecord:
     """The configuration and the elements of a sweep."""
 
     config: Mapping[str, Any]
-    """The ``SweepConfig``."""
+    """The keys of the ``SweepConfig`` that were given: an element's defaults follow its own settings."""
     elements: tuple[ElementRecord, ...]
 
     @property
@@ -89,7 +89,7 @@ class SweepRecord:
     @property
     def objective(self) -> Objective:
         """What ranks the elements."""
-        return Objective.parse(self.config.get("objective", "throughput"))  # earlier versions had no other
+        return Objective.parse(self.config.get("objective", "throughput"))
 
     @property
     def runnable(self) -> tuple[ElementRecord, ...]:

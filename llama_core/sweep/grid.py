@@ -178,7 +178,7 @@ class SweepConfig(Section):
         added = elements[len(elements) - len(self.include) :]
         exclude = [*self.exclude, *(dict(element.settings) for element in of_grid if element.name in names)]
         include = [settings for settings, element in zip(self.include, added, strict=True) if element.name not in names]
-        return self.from_mapping(self.model_dump() | {"exclude": exclude, "include": include})
+        return self.from_mapping(self.given() | {"exclude": exclude, "include": include})
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[Override | str] = ()) -> Self:
