@@ -44,7 +44,7 @@ CALLS = {
         _stage("training", 90, "steps:training"),
         _stage(
             "recipes",
-            60,
+            75,
             "recipes:numbers_in_nf4",
             "recipes:moments_in_bf16",
             "recipes:optimizers",
