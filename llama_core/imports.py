@@ -3,23 +3,36 @@
 Torch is imported without Python's collector of cyclic garbage. The modules of torch hold half a million objects that
 live as long as the process. The collector goes through them again and again while they are imported, and once more when
 the process ends: two fifths of the processor time of a process that imports the engine and ends.
+
+It is also imported with the way in which its threads wait for each other at the end of an operation, as OpenMP reads
+that only once. By default they spin for milliseconds, in which the thread that they wait for cannot run if other
+programs have its core: beside one busy process more than it has cores, a machine trained several times as slowly as
+with threads that go to sleep after some microseconds. On an idle machine neither is faster
+(``benchmarks/busy_machine.py``; docs/performance.md has the figures).
 """
 
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PROJECT = "llama-training-infra"
+SPINS = "1000"
+"""How often a thread looks before it goes to sleep, with the OpenMP of torch's own packages (libgomp)."""
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+"""Variables that say how threads wait."""
 
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
     """Import torch and the engine inside the block, and exempt all objects that exist at its end from the collector.
 
-    Does nothing if torch has been imported before, or if the collector is off.
+    Does nothing if torch has been imported before. The collector stays as it is if it is off.
     """
+    if "torch" not in sys.modules:
+        let_threads_sleep()
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
@@ -29,6 +42,12 @@ def importing_torch() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def let_threads_sleep() -> None:
+    """Have the threads of torch, if it is not imported yet, sleep rather than spin, unless the user has chosen."""
+    if not any(name in os.environ for name in _WAITING):
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def how_to_install(package: str) -> str:

@@ -12,10 +12,13 @@ import tempfile
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
+from llama_core.imports import let_threads_sleep
+
 pytest_plugins = ["unstable"]
 
 # What is not a folder here may be a repository, and no test asks the Hub itself for one; see toy_hub.py.
 os.environ["HF_HUB_OFFLINE"] = "1"
+let_threads_sleep()  # tests import torch plainly, and several processes of them share the cores
 # No test asserts a wall-clock time, not even Hypothesis' own, and none depends on draws of an earlier run.
 settings.register_profile("same draws", deadline=None, database=None, derandomize=True, max_examples=15)
 settings.register_profile("new draws", deadline=None, database=None)

@@ -10,6 +10,8 @@ from pydantic import Field
 from llama_core.records.held_out import Difference, HeldOutRows
 from llama_core.units import format_bytes, format_count, format_duration
 
+MOST_WAITING = 0.1
+"""Share of the time that computing threads wait for a core, above which a measurement is called disturbed."""
 NAMED_LOSS = "eval_loss/"
 """What the name of a named held-out loss begins with: in TensorBoard, Weights & Biases and a sweep's objective."""
 
@@ -243,6 +245,16 @@ class BenchmarkRecord:
         """Most memory alive in the timed steps beyond that before the model was built, which the estimate predicts."""
         return self.memory_peak_bytes - self.memory_baseline_bytes
 
+    def waiting_share(self, device: str) -> float | None:
+        """Return the share of the time that a computing thread was ready to run without a core; None if unknown.
+
+        Args:
+            device: where the run computed; on a GPU, one thread counts.
+        """
+        if self.waiting_threads is None:
+            return None
+        return self.waiting_threads / (max(1, self.num_threads) if device == "cpu" else 1)
+
     @property
     def throughput_quartiles(self) -> tuple[float, float]:
         """Lower and upper quartile of the timed steps' tokens/s."""
@@ -268,3 +280,10 @@ class BenchmarkRecord:
             f"{self.tokens_per_second:,.0f} tokens/s{mfu}: median step {self.median_seconds:.3f} s, "
             f"quartiles {self.spread_seconds:.3f} s apart, {len(self.step_seconds)} steps on {self.device}"
         )
+
+
+def disturbance(waiting_share: float | None) -> str | None:
+    """Return a clause that says how long threads waited for a core; None if they hardly did, or nobody knows."""
+    if waiting_share is None or waiting_share <= MOST_WAITING:
+        return None
+    return f"threads waited for a core {waiting_share:.0%} of the time: the machine was shared"

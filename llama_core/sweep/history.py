@@ -18,7 +18,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, arrow_reader, atomic_write, by_dotted_key, read_file, read_json, user_path
-from llama_core.records.measurements import BenchmarkRecord
+from llama_core.records.measurements import BenchmarkRecord, disturbance
 from llama_core.sweep.objective import UNTIMED
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ HISTORY = "history"
 
 MOST_SPREAD = 0.1
 """Interquartile range of the steps over their median above which a result is called noisy."""
-MOST_WAITING = 0.1
-"""Share of the time that computing threads wait for a core, above which a result is called disturbed."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,14 @@ class Result:
     @property
     def is_disturbed(self) -> bool:
         """Whether its threads had to wait for cores."""
-        return self.waiting_share is not None and self.waiting_share > MOST_WAITING
+        return disturbance(self.waiting_share) is not None
 
     def noise_notes(self) -> Iterator[str]:
         """Yield a sentence for each sign that the result is noisy."""
         if self.relative_spread > MOST_SPREAD:
             yield f"the middle half of its steps spans {self.relative_spread:.0%} of their median"
-        if self.is_disturbed:
-            yield f"threads waited for a core {self.waiting_share:.0%} of the time: the machine was shared"
+        if (shared := disturbance(self.waiting_share)) is not None:
+            yield shared
 
 
 def work_fingerprint(config: RunConfig) -> str:
@@ -133,7 +131,6 @@ def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
     """Return the result of a run that has been timed."""
     config = load_config(run)
     timed = steps.benchmark(run)
-    computing = max(1, timed.num_threads) if config.launch.device == "cpu" else 1
     return Result(
         source=source,
         element=element,
@@ -146,7 +143,7 @@ def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
         tokens_per_step=timed.tokens_per_step,
         tokens_per_second=tuple(timed.tokens_per_step / seconds for seconds in timed.step_seconds),
         memory_peak_bytes=timed.memory_peak_bytes,
-        waiting_share=None if timed.waiting_threads is None else timed.waiting_threads / computing,
+        waiting_share=timed.waiting_share(config.launch.device),
     )
 
 

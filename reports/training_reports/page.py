@@ -12,6 +12,7 @@ from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key
+from llama_core.records.measurements import disturbance
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports.attempts import COLUMNS, attempts_table
 from training_reports.breakdown import step_breakdown
@@ -214,12 +215,22 @@ def _throughput(contents: RunContents) -> Card:
             f"Median ± half the interquartile range of {len(benchmark.step_seconds)} timed steps,"
             f" after {benchmark.warmup_steps} warm-up steps.",
             f"{benchmark.median_seconds:.3f} s per step of {benchmark.tokens_per_step:,} tokens.",
+            *_disturbance(contents),
         ]
     else:
         lines = [contents.missing["benchmark"]]
         if not rates.empty:
             lines.insert(0, f"Median of the {len(rates)} training steps.")
     return Card("Throughput", value, "tokens/s", lines)
+
+
+def _disturbance(contents: RunContents) -> Iterator[str]:
+    """Yield a sentence if other work had the cores while steps were timed: no rate is the machine's own then."""
+    if contents.benchmark is None:
+        return
+    share = contents.benchmark.waiting_share(str(contents.setting("launch", "device")))
+    if (shared := disturbance(share)) is not None:
+        yield f"In the timed steps, {shared}."
 
 
 def _mfu(contents: RunContents) -> Card:
@@ -238,7 +249,10 @@ def _mfu(contents: RunContents) -> Card:
         title,
         f"{mfu:.1%}",
         "MFU",
-        [f"Share of {peak} in the {source} steps; counts attention in full, but no recomputation."],
+        [
+            f"Share of {peak} in the {source} steps; counts attention in full, but no recomputation.",
+            *_disturbance(contents),
+        ],
     )
 
 

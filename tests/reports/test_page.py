@@ -115,6 +115,16 @@ def test_headline_numbers_match_the_records(run):
     assert "1.84 GiB measured" in text
 
 
+def test_a_machine_that_was_shared_is_told_beside_what_was_timed(run):
+    shared = "In the timed steps, threads waited for a core 112% of the time: the machine was shared."
+    run.config.write_text(RunConfig.load(run.config, ["launch.device=cpu"]).to_yaml())
+    assert "waited for a core" not in report(run).text
+    timed = replace(BENCHMARK, num_threads=2, waiting_threads=2.24, mfu=2.27)
+    write_json(run.benchmark, timed)
+    text = report(run).text
+    assert text.count(shared) == 2  # beside the throughput and the utilisation
+
+
 def test_predictions_of_memory_carry_their_signed_error(run):
     write_json(run.training, replace(SUMMARY, memory_baseline_bytes=0, memory_peak_bytes=ESTIMATE["peak_bytes"] // 2))
     write_json(run.dry_run, DRY_RUN | {"phases": {"backward": {"weights": 3}}, "peak_bytes": 3})

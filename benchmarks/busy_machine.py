@@ -1,0 +1,180 @@
+"""Measure how CPU threads should wait for each other: ``python -m benchmarks.busy_machine --out DIR``.
+
+After each operation, torch's threads meet at a barrier of OpenMP. A thread that spins there is fastest while it has a
+core to itself; beside other processes it burns the time in which the thread that it waits for could run. Each way to
+wait takes optimizer steps of a tiny model in a process of its own, as it is chosen when OpenMP starts. The processes
+take turns, first on the machine as it is, then beside one busy process more than it has cores. ``DIR`` then holds
+``busy_machine.md`` and ``busy_machine.json``. The machine should have nothing else to do.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import rewrite_between
+
+ROOT = Path(__file__).parents[1]
+BEGIN = "<!-- busy machine -->"
+END = "<!-- end of busy machine -->"
+WAYS: dict[str, dict[str, str]] = {
+    "OpenMP's default": {},
+    "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
+    "GOMP_SPINCOUNT=0": {"GOMP_SPINCOUNT": "0"},
+    "GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
+    "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
+}
+MODEL: dict[str, Any] = {
+    "model": "tiny_llama3_50m",
+    "architecture": {
+        "hidden_size": 256,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "ffn_size": 768,
+        "vocab_size": 512,
+        "max_context": 128,
+    },
+}
+BUSY = "while True: pass"
+
+Speeds = dict[str, list[float]]
+"""Steps per second of each turn, by the way to wait."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, write the results and print the table."""
+    options = _options(arguments)
+    if options.take_steps:
+        take_steps()
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    with takers(options.ways) as processes:
+        speeds = {"idle": measure(options.turns, options.seconds, processes)}
+        with neighbours(cores + 1):
+            speeds[f"beside {cores + 1} busy processes"] = measure(options.turns, options.seconds, processes)
+    options.out.mkdir(parents=True, exist_ok=True)
+    table = f"{_machine(cores)}, median of {options.turns} turns\n\n{as_markdown(speeds)}"
+    (options.out / "busy_machine.json").write_text(json.dumps(speeds, indent=1) + "\n")
+    (options.out / "busy_machine.md").write_text(table)
+    sys.stdout.write(table)
+    if options.page is not None:
+        rewrite_between(options.page, BEGIN, END, table)
+    return 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.busy_machine", description=description)
+    parser.add_argument("--out", type=Path, default=Path("results"), help="folder for the results; made if not there")
+    parser.add_argument("--page", type=Path, help="a page whose table is rewritten, such as docs/performance.md")
+    parser.add_argument("--turns", type=int, default=7, help="turns of each way to wait")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for the steps of a turn")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="ways to wait")
+    parser.add_argument("--take-steps", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def measure(turns: int, seconds: float, takers: dict[str, subprocess.Popen[str]]) -> Speeds:
+    """Return the steps per second of each way to wait; their processes take turns."""
+    speeds: Speeds = {way: [] for way in takers}
+    for _ in range(turns):
+        for way, process in takers.items():
+            speeds[way].append(_ask(process, seconds))
+    return speeds
+
+
+def _ask(process: subprocess.Popen[str], seconds: float) -> float:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(f"{seconds}\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
+
+
+@contextmanager
+def takers(ways: Sequence[str]) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Have a process that takes steps for each way to wait."""
+    known = {name for variables in WAYS.values() for name in variables} | {"OMP_NUM_THREADS"}
+    inherited = {name: value for name, value in os.environ.items() if name not in known}
+    command = [sys.executable, "-m", "benchmarks.busy_machine", "--take-steps"]
+    with ExitStack() as stack:
+        started = {}
+        for way in ways:
+            environment = inherited | WAYS[way]
+            started[way] = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            stack.callback(started[way].kill)
+        for process in started.values():
+            _ask(process, 0.0)  # it has started
+        yield started
+
+
+def take_steps() -> None:
+    """Take steps for as many seconds as each line of the input says, and print how many it were per second."""
+    import torch
+
+    from llama_core.config.run import RunConfig
+    from llama_core.models.batch import Batch
+    from llama_core.planning.plan import ParallelPlan
+    from llama_core.training.engine import build_engine, train_step
+
+    config = RunConfig.from_mapping(MODEL | {"training": {"precision": "fp32"}, "launch": {"device": "cpu"}})
+    engine = build_engine(config, ParallelPlan(microbatch_size=4), torch.device("cpu"))
+    engine.initialize_weights(0)
+    tokens_BS = torch.randint(0, config.spec.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), None)
+    for line in sys.stdin:
+        seconds = float(line)
+        taken = 0
+        began = time.perf_counter()
+        while taken < 1 or time.perf_counter() - began < seconds:
+            train_step(engine, [batch], learning_rate=1e-3, max_grad_norm=1.0)
+            taken += 1
+        sys.stdout.write(f"{taken / (time.perf_counter() - began)}\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def neighbours(number: int) -> Iterator[None]:
+    """Keep as many processes busy for the duration of the block."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def as_markdown(speeds: dict[str, Speeds]) -> str:
+    """Return a table of the median speeds, and of each way's over that of OpenMP's default, turn by turn."""
+    lines = ["| threads wait | " + " | ".join(f"{load}: steps/s | over the default" for load in speeds) + " |"]
+    lines.append("|---" * (1 + 2 * len(speeds)) + "|")
+    default = next(iter(WAYS))
+    for way in next(iter(speeds.values())):
+        cells: list[Any] = [way]
+        for of_load in speeds.values():
+            ratios = [one / other for one, other in zip(of_load[way], of_load[default], strict=True)]
+            cells += [f"{statistics.median(of_load[way]):.3g}", f"{statistics.median(ratios):.3g}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _machine(cores: int) -> str:
+    import torch
+
+    from llama_core.machine.detect import cpu_model
+
+    return f"{cpu_model()}, {cores} cores, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
