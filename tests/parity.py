@@ -161,6 +161,7 @@ def native_engine(
     objective=None,
     optimizer="adamw",
     moments="fp32",
+    training=TRAINING,
 ):
     """Return this rank's part of a model with drawn weights, and an optimizer for it."""
     parallel = ParallelModel(
@@ -171,7 +172,7 @@ def native_engine(
         weight_dtype=weight_dtype,
         objective=objective,
     ).materialize()
-    training = TRAINING.model_copy(update={"optimizer": optimizer, "moments": moments, "precision": "fp32"})
+    training = training.model_copy(update={"optimizer": optimizer, "moments": moments, "precision": "fp32"})
     engine = NativeEngine(parallel, build_optimizer(parallel.model, training))
     engine.initialize_weights(seed)
     return engine

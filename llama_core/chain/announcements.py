@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from llama_core.chain.console import say
-from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
+from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point, settings_to_continue
 from llama_core.chain.steps import estimate
 from llama_core.config.run import RANDOM_BASE
 from llama_core.config.settings import SAMPLE
@@ -16,7 +16,9 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
 from llama_core.records.hub import HubRecord
+from llama_core.records.measurements import BenchmarkRecord, disturbance
 from llama_core.records.metrics import read_heartbeat
+from llama_core.records.settings_changes import read_settings_changes
 from llama_core.redaction import shell_word
 from llama_core.training.rates import learning_rate
 
@@ -87,6 +89,16 @@ def say_weights(run: RunDirectory) -> None:
         say("default", f"training.{key}={value:g} (fine-tuning)")
 
 
+def say_timed(run: RunDirectory, timed: BenchmarkRecord | None) -> None:
+    """Print the speed of the timed steps, and whether other work had the cores meanwhile."""
+    if timed is None:
+        say("benchmark", "skipped: benchmark.steps=0")
+        return
+    say("benchmark", timed.summary())
+    if (shared := disturbance(timed.waiting_share(load_config(run).launch.device))) is not None:
+        say("note", f"in the timed steps, {shared}")
+
+
 def say_data(run: RunDirectory) -> None:
     """Print what is known of the run's data: their statistics, or the check of their first records."""
     if not run.data.exists():
@@ -121,9 +133,18 @@ def say_extension(run: RunDirectory) -> None:
     after = f"{learning_rate(step + 1, training, total):.2e} at step {step + 1}"
     change = after
     if step:
-        change = f"{learning_rate(step, training, newest.total_steps):.2e} at step {step}, {after}"
+        before = settings_to_continue(run).training
+        change = f"{learning_rate(step, before, newest.total_steps):.2e} at step {step}, {after}"
     instead = f"{total} steps instead of {newest.total_steps}"
     say("note", f"{instead}; learning rate on the {training.lr_schedule} schedule of {total} steps: {change}")
+
+
+def say_changed_settings(run: RunDirectory) -> None:
+    """Print with which other settings a run goes on."""
+    step = newest_step(run)
+    for change in read_settings_changes(run):
+        if step and change.step == step:
+            say("note", f"{change}, as {run.settings_changes.name} records")
 
 
 def say_goodput(run: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llama_core.chain.announcements import (
     asked_memory,
     describe,
+    say_changed_settings,
     say_data,
     say_environment,
     say_extension,
@@ -16,6 +17,7 @@ from llama_core.chain.announcements import (
     say_hub,
     say_metrics,
     say_plan,
+    say_timed,
     say_weights,
 )
 from llama_core.chain.console import say
@@ -73,6 +75,7 @@ def run_chain(steps: Steps) -> RunDirectory:
     say_weights(run)
     say("run", describe(run))
     say_extension(run)
+    say_changed_settings(run)
     say_environment(steps.validate(run))
     say_data(run)
     say_plan(run)
@@ -92,8 +95,7 @@ def run_chain(steps: Steps) -> RunDirectory:
         if (trained := steps.train(run)) is not None:
             say("train", trained.summary())
             steps.evaluate(run)
-        timed = steps.benchmark(run)
-        say("benchmark", timed.summary() if timed else "skipped: benchmark.steps=0")
+        say_timed(run, steps.benchmark(run))
         if trained is not None:
             say_samples(run, trained)
     if trained is not None:

@@ -15,6 +15,7 @@ from llama_core.chain.runs import (
     load_config,
     load_plan,
     new_run,
+    settings_change,
     settings_to_continue,
     why_none_goes_on,
 )
@@ -32,13 +33,14 @@ from llama_core.models.generation_config import generation_config
 from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
 from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
-from llama_core.records.checkpoints import data_digests, newest_checkpoint
+from llama_core.records.checkpoints import data_digests, newest_checkpoint, newest_step
 from llama_core.records.data_changes import allow_data_change as record_allowed_change
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write, write_json
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.owners import refuse_links
+from llama_core.records.settings_changes import record_settings_change
 
 _PATHS = {"source", "sources", "validation", "tokenizer", "chat_template", "cache_dir"}
 _ALL_THE_SAME = "or run it anyway with --force (launch.force=true)"
@@ -126,6 +128,8 @@ def _write(
 ) -> None:
     if allow_data_change:
         record_allowed_change(run, data_digests(run))  # before the run has settings that need it
+    if newest_step(run):
+        record_settings_change(run, settings_change(run, planned.config))
     if run.config.exists() and (_is_extended(run, planned.config.training) or has_lost_its_end(run)):
         for of_fewer_steps in (run.training, run.benchmark):
             of_fewer_steps.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -10,12 +10,15 @@ from typing import NoReturn
 from llama_core.config.recorded import (
     LENGTH,
     OR_ALLOW_DATA_CHANGE,
+    RECORDED,
+    changed_on_purpose,
     differences,
     is_of_mixture,
     load_recorded,
     may_extend,
     refuse_edited,
     trained_settings,
+    values_of,
 )
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataSource
@@ -28,6 +31,7 @@ from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import read_typed
 from llama_core.records.owners import other_owner, refuse_foreign
+from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 
 RUNS = Path("runs")
 _MOST_NAMED = 3
@@ -114,10 +118,13 @@ def existing_run(
     trained = trained_settings(run)
     may_change_data = allow_data_change or _keeps_changed_data(run, recorded, config)
     changed = _changed(recorded, trained, config, may_change_data=may_change_data)
+    asked = differences(recorded, config)
+    may_change = changed_on_purpose(asked, config, read_settings_changes(run)) if resume else set()
+    changed = {key: clause for key, clause in changed.items() if key not in may_change}
     if changed and not (resume and may_extend(config, changed)):
-        _refuse_other_settings(run, recorded, trained, config)
-    refuse_edited(run, config, trained, may_change_data=may_change_data)
-    _refuse_change_of_running_job(run, recorded, config)
+        _refuse_other_settings(run, recorded, trained, config, resume=resume)
+    refuse_edited(run, config, trained, may_change=may_change, may_change_data=may_change_data)
+    _refuse_change_of_running_job(run, asked)
     if changed:
         _check_extension(run, config.training.steps)
     elif (trained or recorded).training.steps != config.training.steps:  # by hand, in config.yaml
@@ -136,21 +143,39 @@ def _keeps_changed_data(run: RunDirectory, recorded: RunConfig, config: RunConfi
 
 
 def _refuse_other_settings(
-    run: RunDirectory, recorded: RunConfig, trained: RunConfig | None, config: RunConfig
+    run: RunDirectory, recorded: RunConfig, trained: RunConfig | None, config: RunConfig, *, resume: bool
 ) -> NoReturn:
-    refuse_edited(run, recorded, trained, may_change_data=bool(read_data_changes(run).may_follow))
+    may_change = changed_on_purpose((), recorded, read_settings_changes(run))
+    may_change_data = bool(read_data_changes(run).may_follow)
+    refuse_edited(run, recorded, trained, may_change=may_change, may_change_data=may_change_data)
     changed = _changed(recorded, trained, config)
+    if resume:
+        changed = {key: clause for key, clause in changed.items() if key not in RECORDED}
     others = _changed(recorded, trained, config, may_change_data=True)
     is_allowed_without = len(others) < len(changed) and (not others or may_extend(config, others))
+    remedy = OR_ALLOW_DATA_CHANGE if is_allowed_without else ""
+    if not resume and RECORDED.issuperset(changed):
+        remedy = ", or add --resume to go on with it, which records the change"
+    refused = [key for key in changed if key not in LENGTH]
+    why = f"{', '.join(refused)} cannot change on resume, as docs/runs.md says; " if resume and refused else ""
     raise RunDirectoryError(
-        f"{run.path} holds a run of another configuration ({'; '.join(changed.values())}); choose another "
-        f"--run-dir{OR_ALLOW_DATA_CHANGE if is_allowed_without else ''}"
+        f"{run.path} holds a run of another configuration ({'; '.join(changed.values())}); {why}choose another "
+        f"--run-dir{remedy}"
     )
 
 
-def _refuse_change_of_running_job(run: RunDirectory, recorded: RunConfig, config: RunConfig) -> None:
-    if any(map(is_of_mixture, differences(recorded, config))) and attach(run) is not None:
-        raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change its data")
+def _refuse_change_of_running_job(run: RunDirectory, asked: Collection[str]) -> None:
+    """Refuse to change settings of a run, by their keys, while its job trains with those that it has."""
+    whose = "its data" if any(map(is_of_mixture, asked)) else ", ".join(sorted(RECORDED.intersection(asked)))
+    if whose and attach(run) is not None:
+        raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change {whose}")
+
+
+def settings_change(run: RunDirectory, config: RunConfig) -> SettingsChange:
+    """Return how the settings with which a run goes on differ from those of its newest checkpoint."""
+    before = settings_to_continue(run)
+    keys = RECORDED.intersection(differences(before, config))
+    return SettingsChange(newest_step(run), values_of(before, keys), values_of(config, keys))
 
 
 def settings_to_continue(run: RunDirectory) -> RunConfig:

@@ -1,8 +1,9 @@
 """The settings that a run was trained with: its newest checkpoint has a copy, whatever becomes of ``config.yaml``."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
@@ -10,13 +11,17 @@ from llama_core.records.checkpoints import is_complete, list_checkpoints, record
 from llama_core.records.checksums import find_damage
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key, read_file
+from llama_core.records.settings_changes import SettingsChange, newest_values
 from llama_core.redaction import shell_word
 
 OR_ALLOW_DATA_CHANGE = (
     ", or let the sources that stay the same go on where they were, with --resume --allow-data-change"
 )
+OR_CHANGE_ON_RESUME = ", or change them with flags or --set beside --resume, which records it"
 LENGTH = {known.name for known in RunConfig.known_keys() if known.key.on_resume == "extend"}
 """The keys that a run may change when it is resumed with a number of steps."""
+RECORDED = {known.name for known in RunConfig.known_keys() if known.key.on_resume == "record"}
+"""The keys that a run may change when it is resumed, with a record of the change."""
 
 
 def settings_file(run: RunDirectory) -> Path | None:
@@ -84,6 +89,25 @@ def _differences(one: RunConfig, other: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, f"{key} is {there} there, {here} here"
 
 
+def values_of(config: RunConfig, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of some dotted keys."""
+    values = by_dotted_key(config.model_dump(mode="json"))
+    return {key: values[key] for key in sorted(keys)}
+
+
+def changed_on_purpose(asked: Collection[str], config: RunConfig, changes: Sequence[SettingsChange]) -> set[str]:
+    """Return the keys that a resumed run may have other values of than its newest checkpoint.
+
+    Args:
+        asked: the keys in which the request differs from ``config.yaml``; a value that was edited there is none.
+        config: the request.
+        changes: those that are recorded; no checkpoint may have been saved since.
+    """
+    newest = newest_values(changes)
+    now = values_of(config, RECORDED)
+    return {key for key in RECORDED if key in asked or (key in newest and newest[key] == now[key])}
+
+
 def may_extend(config: RunConfig, changed: Iterable[str]) -> bool:
     """Return whether a run goes on although some keys differ: they are only its length, and ``config`` has steps."""
     return config.training.steps is not None and LENGTH.issuperset(changed)
@@ -95,7 +119,12 @@ def is_of_mixture(key: str) -> bool:
 
 
 def refuse_edited(
-    run: RunDirectory, config: RunConfig, trained: RunConfig | None, *, may_change_data: bool = False
+    run: RunDirectory,
+    config: RunConfig,
+    trained: RunConfig | None,
+    *,
+    may_change: Collection[str] = (),
+    may_change_data: bool = False,
 ) -> None:
     """Refuse to go on with other settings than a run's newest checkpoint was trained with; it may get more steps.
 
@@ -103,12 +132,14 @@ def refuse_edited(
         run: the run.
         config: what its ``config.yaml`` holds now.
         trained: its ``trained_settings``.
+        may_change: keys that may differ, of ``changed_on_purpose``.
         may_change_data: whether a mixture may get other sources, weights and stages.
 
     Raises:
         RunDirectoryError: naming what differs.
     """
-    changed = {} if trained is None else differences(trained, config)
+    found = {} if trained is None else differences(trained, config)
+    changed = {key: clause for key, clause in found.items() if key not in may_change}
     if may_change_data:
         changed = {key: clause for key, clause in changed.items() if not is_of_mixture(key)}
     if not changed or may_extend(config, changed):
@@ -116,5 +147,6 @@ def refuse_edited(
     raise RunDirectoryError(
         f"{run.config} has changed since {run.path} was trained ({'; '.join(changed.values())}); "
         f"{how_to_restore(run)}, or choose another --run-dir to train with other settings"
+        f"{OR_CHANGE_ON_RESUME if RECORDED.issuperset(changed) else ''}"
         f"{OR_ALLOW_DATA_CHANGE if all(map(is_of_mixture, changed)) else ''}"
     )

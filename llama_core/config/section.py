@@ -15,7 +15,7 @@ from llama_core.errors import did_you_mean
 LARGEST = 2**63 - 1
 """The largest number that a setting may be: floats, file formats and libraries hold no larger integer."""
 
-OnResume = Literal["refuse", "extend", "allow"]
+OnResume = Literal["refuse", "extend", "record", "allow"]
 Changes = Literal["everything", "learning", "speed", "batch", "held-out", "nothing"]
 
 
@@ -28,7 +28,8 @@ class Key:
     """
 
     on_resume: OnResume = "refuse"
-    """Whether a run may be resumed with another value: refuse, allow, or extend: only together with a number of steps.
+    """Whether a run may be resumed with another value: refuse; extend, only together with a number of steps; record,
+    with a record of the step from which it has that value; or allow.
 
     A key that is not ``allow`` is part of the run's fingerprint, so that runs with other values are other runs.
     """

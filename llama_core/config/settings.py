@@ -127,6 +127,8 @@ ObjectiveName = Annotated[
 
 HOW = Key(on_resume="allow", changes="speed")
 """A key that says how and where the work is done, not what is learnt."""
+LEARNING = Key(on_resume="record", changes="learning")
+"""A key of the optimizer's steps, which people change when a run does not learn well."""
 
 
 DataSource = str | tuple[str, ...]
@@ -367,10 +369,10 @@ class TrainingConfig(Section):
     moments: Annotated[Moments, Key(changes="learning")] = "fp32"
     """Precision in which AdamW's two moments are kept: fp32, or bf16 with stochastic rounding, which takes half the
     memory."""
-    muon_lr: Annotated[float | None, Key(changes="learning")] = Field(None, gt=0)
+    muon_lr: Annotated[float | None, LEARNING] = Field(None, gt=0)
     """Peak learning rate of the matrices that Muon updates; default: learning_rate, since the updates are as long as
     AdamW's."""
-    muon_momentum: Annotated[float, Key(changes="learning")] = Field(0.95, ge=0, lt=1)
+    muon_momentum: Annotated[float, LEARNING] = Field(0.95, ge=0, lt=1)
     """Muon's decay of the momentum."""
     objective: Annotated[ObjectiveName, Key(changes="held-out")] = DEFAULT_OBJECTIVE
     """What the model is trained for: a name in `llama_core/objectives/registry.py`."""
@@ -388,7 +390,7 @@ class TrainingConfig(Section):
     """Factor on the loss of good answers, for kto."""
     undesirable_weight: Annotated[float, Key(changes="learning")] = Field(1.0, gt=0)
     """Factor on the loss of bad answers, for kto."""
-    learning_rate: Annotated[float, Key(changes="learning")] = Field(3e-4, gt=0)
+    learning_rate: Annotated[float, LEARNING] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     parametrization: Annotated[Parametrization, Key(changes="learning")] = "standard"
     """What learning rate and initial values belong to: standard (the model) or completep (one of base_width and
@@ -397,23 +399,23 @@ class TrainingConfig(Section):
     """hidden_size of the model that the learning rate was found with, for completep."""
     base_depth: Annotated[int | None, Key(changes="learning")] = Field(None, ge=1)
     """num_layers of that model."""
-    lr_schedule: Annotated[LrSchedule, Key(changes="learning")] = "cosine"
+    lr_schedule: Annotated[LrSchedule, LEARNING] = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant; each after a linear warm-up."""
-    warmup_steps: Annotated[int | None, Key(changes="learning")] = Field(None, ge=0)
+    warmup_steps: Annotated[int | None, LEARNING] = Field(None, ge=0)
     """Steps of linear warm-up; default: a tenth of the steps, at most 2000."""
-    min_lr_ratio: Annotated[float, Key(changes="learning")] = Field(0.1, ge=0, le=1)
+    min_lr_ratio: Annotated[float, LEARNING] = Field(0.1, ge=0, le=1)
     """Learning rate at the end of the decay, as a fraction of the peak."""
-    decay_fraction: Annotated[float, Key(changes="learning")] = Field(0.2, gt=0, le=1)
+    decay_fraction: Annotated[float, LEARNING] = Field(0.2, gt=0, le=1)
     """Fraction of the steps that the wsd schedule spends decaying."""
-    weight_decay: Annotated[float, Key(changes="learning")] = Field(0.1, ge=0)
+    weight_decay: Annotated[float, LEARNING] = Field(0.1, ge=0)
     """Decoupled weight decay of the matrices; norm vectors are not decayed. Default: 0.1, for adapters 0."""
-    beta1: Annotated[float, Key(changes="learning")] = Field(0.9, ge=0, lt=1)
+    beta1: Annotated[float, LEARNING] = Field(0.9, ge=0, lt=1)
     """AdamW's decay of the first moment."""
-    beta2: Annotated[float, Key(changes="learning")] = Field(0.95, ge=0, lt=1)
+    beta2: Annotated[float, LEARNING] = Field(0.95, ge=0, lt=1)
     """AdamW's decay of the second moment."""
-    epsilon: Annotated[float, Key(changes="learning")] = Field(1e-8, gt=0)
+    epsilon: Annotated[float, LEARNING] = Field(1e-8, gt=0)
     """AdamW's epsilon."""
-    max_grad_norm: Annotated[float, Key(changes="learning")] = Field(1.0, gt=0)
+    max_grad_norm: Annotated[float, LEARNING] = Field(1.0, gt=0)
     """Global gradient norm above which gradients are scaled down."""
     max_skipped_steps: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(3, ge=0)
     """Consecutive steps with a non-finite loss or gradient to skip before the run stops."""

@@ -335,8 +335,13 @@ class DeepSpeedModel:
                 f"{folder} was written by {_in_words(layout)}; DeepSpeed can resume it only under the same plan, "
                 f"but this one is of {_in_words(own)}"
             )
+        groups = self.engine.optimizer.param_groups
+        # how weights are updated is for this run to say, and it may have changed since
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
         with _plain_values_only():
             self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
+        for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
+            group.update(own)
 
     def _layout(self) -> dict[str, Any]:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")

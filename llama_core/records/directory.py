@@ -213,6 +213,11 @@ class RunDirectory:
         return self.path / "data_changes.json"
 
     @property
+    def settings_changes(self) -> Path:
+        """The ``SettingsChange`` records of the run; missing if it has not been resumed with other settings."""
+        return self.path / "settings_changes.json"
+
+    @property
     def report(self) -> Path:
         """The HTML report."""
         return self.path / "report.html"

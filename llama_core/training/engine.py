@@ -236,6 +236,8 @@ class NativeEngine:
         if problem := first_complaint(problem):
             raise CheckpointError(problem)
         state = self._state()
+        # how weights are updated is for this run to say, and it may have changed since
+        settings = {name: value for name, value in state["optimizer"].items() if name.startswith("param_groups.")}
         dcp.load(
             state,
             storage_reader=reader,
@@ -243,6 +245,7 @@ class NativeEngine:
             process_group=self._writers,
             no_dist=self._writers is None,
         )
+        state["optimizer"] |= settings
         set_state_dict(
             self.model,
             self.optimizer,

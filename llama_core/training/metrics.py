@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol, Self
 
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
@@ -15,6 +16,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import NAMED_LOSS, StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
+from llama_core.records.settings_changes import first_values, read_settings_changes
 from llama_core.training.events import EventFile
 from llama_core.units import format_bytes
 
@@ -162,13 +164,19 @@ def open_wandb(run: RunDirectory, config: RunConfig, part: str = "") -> "wandb.R
         project=config.tracking.wandb_project,
         name=name,
         group=run.name,
-        id=re.sub(r"[/\\#?%:]", "-", f"{name}-{config.fingerprint()}"),  # W&B refuses these characters
+        id=re.sub(r"[/\\#?%:]", "-", f"{name}-{_as_begun(run, config).fingerprint()}"),  # W&B refuses these characters
         resume="allow",
         mode="online" if config.tracking.wandb == "online" else "offline",
         dir=run.logs,
         config=config.model_dump(),
         settings=wandb.Settings(console="off", silent=True),
     )
+
+
+def _as_begun(run: RunDirectory, config: RunConfig) -> RunConfig:
+    """Return the settings that a run began with, whatever it has changed since when it was resumed."""
+    first = first_values(read_settings_changes(run))
+    return config.with_overrides(*(Override(key, value) for key, value in first.items()))
 
 
 class MetricsSinks:

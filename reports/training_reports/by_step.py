@@ -132,7 +132,7 @@ def _loss_notes(steps: pd.DataFrame, unigram: float | None, bigram: float | None
 
 
 def _mark_data(figure: go.Figure, contents: RunContents) -> None:
-    """Draw a line where each stage begins, and where the run went on with other data."""
+    """Draw a line where each stage begins, and where the run went on with other data or settings."""
     last = contents.steps["step"].iloc[-1]
     for stage in contents.stages:
         if stage.num_steps < last:
@@ -140,12 +140,15 @@ def _mark_data(figure: go.Figure, contents: RunContents) -> None:
     for change in contents.data_changes:
         if change.step < last:
             add_place(figure, change.step, "other data")
+    for change in contents.settings_changes:
+        if change.step < last:
+            add_place(figure, change.step, "other settings")
 
 
 def _data_notes(contents: RunContents) -> Iterator[str]:
     for stage in contents.stages:
         yield f"Stage {stage.number} begins {stage}."
-    for change in contents.data_changes:
+    for change in (*contents.data_changes, *contents.settings_changes):
         yield f"{str(change)[0].upper()}{str(change)[1:]}."
 
 

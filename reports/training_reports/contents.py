@@ -27,6 +27,7 @@ from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import BenchmarkRecord, ExpectedStep, Samples, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
 from llama_core.records.profiles import ProfileRecord, read_profiles
+from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.records.timelines import LaneRecord, read_lanes
 from llama_core.redaction import shell_word
 
@@ -76,6 +77,8 @@ class RunContents:
     """One for each rank of the pipeline; empty if there is no pipeline, or one is missing or damaged."""
     data_changes: Sequence[DataChange]
     """One for each time that the run went on with other data; empty if there are none, or their record is damaged."""
+    settings_changes: Sequence[SettingsChange]
+    """The same for other settings."""
     scores: Sequence[Score]
     """What its checkpoints have scored; empty if none was evaluated, or a file is damaged."""
 
@@ -129,6 +132,7 @@ class RunContents:
             profiles=_readable(lambda: read_profiles(run)),
             lanes=_readable(lambda: read_lanes(run, int((plan or {}).get("pp", 1)))),
             data_changes=_readable(lambda: read_data_changes(run).changes),
+            settings_changes=_readable(lambda: read_settings_changes(run)),
             scores=_readable(lambda: read_scores(run)),
         )
 

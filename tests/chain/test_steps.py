@@ -36,6 +36,7 @@ from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
+from llama_core.records.settings_changes import SettingsChange, first_values, newest_values, read_settings_changes
 from llama_core.units import GIB
 from training_infra import cli
 from training_infra.local import local_steps
@@ -179,16 +180,73 @@ def test_a_job_with_nodes_of_its_own_is_said_to_ask_for_all_of_their_memory():
     assert not asked(options={"exclusive": True}, memory_gb_per_node=8)
 
 
-def test_resume_may_change_the_checkpoint_interval_but_not_the_training(tmp_path):
+def test_resume_may_change_the_checkpoint_interval_but_not_what_is_trained(tmp_path):
     run = prepare_run(config(), tmp_path / "run")
     prepare_run(config(checkpoint_every=7), run.path, resume=True)
     assert RunConfig.load(run.config).training.checkpoint_every == 7
     with pytest.raises(RunDirectoryError) as caught:
-        prepare_run(config(learning_rate=1e-5), run.path, resume=True)
+        prepare_run(config(seed=1, learning_rate=1e-5), run.path, resume=True)
+    assert str(caught.value) == (
+        f"{run.path} holds a run of another configuration (training.seed is 0 there, 1 here); training.seed cannot "
+        "change on resume, as docs/runs.md says; choose another --run-dir"
+    )
+    with pytest.raises(RunDirectoryError) as caught:
+        prepare_run(config(learning_rate=1e-5), run.path)
     assert str(caught.value) == (
         f"{run.path} holds a run of another configuration (training.learning_rate is 0.0003 there, 1e-05 here); "
-        "choose another --run-dir"
+        "choose another --run-dir, or add --resume to go on with it, which records the change"
     )
+
+
+OTHERS = {
+    "learning_rate": 1e-5,
+    "lr_schedule": "constant",
+    "min_lr_ratio": 0.5,
+    "warmup_steps": 1,
+    "weight_decay": 0.0,
+    "beta2": 0.9,
+    "max_grad_norm": 0.5,
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_resume_may_change_how_the_optimizer_steps_and_records_it(trained, key):
+    usual = getattr(load_config(trained).training, key)
+    change = SettingsChange(10, {f"training.{key}": usual}, {f"training.{key}": OTHERS[key]})
+    prepare_run(config(steps=10, **{key: OTHERS[key]}), trained.path, resume=True)
+    assert read_settings_changes(trained) == (change,)
+    # no checkpoint has been saved with it yet: the ranks accept it, and a second resume keeps it
+    check_settings(trained, load_config(trained))
+    prepare_run(load_config(trained), trained.path, resume=True)
+    assert read_settings_changes(trained) == (change,)
+    save_checkpoint(trained, 20)
+    prepare_run(config(steps=30, **{key: usual}), trained.path, resume=True)
+    back = SettingsChange(20, change.after, change.before)
+    assert read_settings_changes(trained) == (change, back)
+    assert first_values((change, back)) == newest_values((change, back)) == change.before
+
+
+def test_a_change_that_is_taken_back_before_a_step_is_not_recorded(trained):
+    prepare_run(config(steps=10, learning_rate=1e-5), trained.path, resume=True)
+    prepare_run(config(steps=10), trained.path, resume=True)
+    assert read_settings_changes(trained) == ()
+
+
+def test_a_setting_that_is_edited_after_a_recorded_change_is_refused(trained):
+    prepare_run(config(steps=10, learning_rate=1e-5), trained.path, resume=True)
+    edit(trained, "learning_rate: 1.0e-05", "learning_rate: 0.001")
+    for refused in (
+        lambda: prepare_run(load_config(trained), trained.path, resume=True),
+        lambda: check_settings(trained, load_config(trained)),
+    ):
+        with pytest.raises(RunDirectoryError, match="has changed since"):
+            refused()
+
+
+def test_the_settings_of_a_running_job_do_not_change(trained, monkeypatch):
+    monkeypatch.setattr(runs, "attach", lambda run: "a job")
+    with pytest.raises(RunDirectoryError, match=r"its job is running; .*, to change training\.learning_rate$"):
+        prepare_run(config(steps=10, learning_rate=1e-5), trained.path, resume=True)
 
 
 @pytest.fixture
@@ -226,6 +284,7 @@ def test_settings_that_were_edited_since_the_checkpoint_are_refused_and_the_outc
     assert str(refused.value).endswith(
         f"); get the run's settings back with: cp {copy} {trained.config}, or choose another --run-dir to train with "
         "other settings"
+        + (", or change them with flags or --set beside --resume, which records it" if "learning_rate" in old else "")
     )
     assert trained.outcome.read_bytes() == outcome
     shutil.copyfile(copy, trained.config)

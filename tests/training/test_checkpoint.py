@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
-from parity import native_engine
+from parity import TRAINING, native_engine
 from torch.distributed import distributed_c10d
 
 from llama_core.config.models import ModelSpec
@@ -427,3 +427,29 @@ def test_a_process_killed_while_saving_leaves_the_earlier_checkpoints(run):
             break
     process.wait()
     assert Checkpointer(run, keep=Retention(2)).load(trained(0))["step"] >= 3
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.1, 0.5), (0.1, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_goes_on_with_another_decay_decays_as_much(run, optimizer, before, after):
+    """Whichever decay the checkpoint had: the groups of parameters, which hold it, are saved with the states."""
+
+    def engine_with(decay):
+        training = TRAINING.model_copy(update={"weight_decay": decay})
+        return native_engine(ParallelPlan(), SPEC, optimizer=optimizer, training=training)
+
+    tokens = torch.arange(8)[None]
+    begun = engine_with(before)
+    train_step(begun, [Batch(tokens, tokens, None)], learning_rate=0.1, max_grad_norm=1.0)
+    checkpointer = Checkpointer(run, keep=Retention(1), num_bytes=2**20)
+    checkpointer.save(1, begun, {})
+    checkpointer.finish()
+    weights = {}
+    for decay in (before, after):
+        engine = engine_with(decay)
+        Checkpointer(run, keep=Retention(1)).load(engine)
+        start = {name: value.clone() for name, value in engine.model.state_dict().items()}
+        train_step(engine, [Batch(tokens, tokens, None)], learning_rate=0.1, max_grad_norm=1.0)
+        weights[decay] = engine.model.state_dict()
+    name = "layers.0.attention.wq.weight"
+    torch.testing.assert_close(weights[before][name] - weights[after][name], 0.1 * (after - before) * start[name])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import llama_core
 from llama_core.config.hardware import gpu_spec
-from llama_core.config.recorded import refuse_edited, trained_settings
+from llama_core.config.recorded import changed_on_purpose, refuse_edited, trained_settings
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import Datasets
 from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError
@@ -37,6 +37,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
+from llama_core.records.settings_changes import read_settings_changes
 from llama_core.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,8 @@ def check_settings(run: RunDirectory, config: RunConfig) -> None:
     if is_first_rank():
         try:
             may_change_data = bool(read_data_changes(run).may_follow)
-            refuse_edited(run, config, trained_settings(run), may_change_data=may_change_data)
+            may_change = changed_on_purpose((), config, read_settings_changes(run))
+            refuse_edited(run, config, trained_settings(run), may_change=may_change, may_change_data=may_change_data)
         except RunDirectoryError as error:
             problem = str(error)
     if problem := from_first_rank(problem):
