@@ -140,9 +140,9 @@ def _mark_data(figure: go.Figure, contents: RunContents) -> None:
     for change in contents.data_changes:
         if change.step < last:
             add_place(figure, change.step, "other data")
-    for change in contents.settings_changes:
-        if change.step < last:
-            add_place(figure, change.step, "other settings")
+    for later in contents.settings_changes:
+        if later.step < last:
+            add_place(figure, later.step, "other settings")
 
 
 def _data_notes(contents: RunContents) -> Iterator[str]:
