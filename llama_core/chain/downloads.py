@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from shutil import disk_usage
 
 from llama_core.chain.console import say
+from llama_core.config.hugging_face import ignored_settings
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DataConfig, DataSource, paths_of
@@ -102,7 +103,7 @@ class Resolved:
     config: RunConfig
     sources: tuple[Source, ...]
     notes: tuple[str, ...]
-    """A sentence for each folder here that has the name of a repository, and for what is left out of one."""
+    """A sentence for each folder here that has the name of a repository, and for what is left out of one or ignored."""
 
     def waits_for(self, *settings: str) -> list[str]:
         """Return a sentence for each setting whose files are still missing, if it is one of some or within one."""
@@ -141,6 +142,8 @@ def resolve(config: RunConfig) -> Resolved:
         if not source.missing:
             source.link()
     resolved = RunConfig.from_mapping(mapping) if sources else config
+    if config.architecture.recorded_from is None:
+        notes += ignored_settings(resolved.model)
     return Resolved(resolved, tuple(sources), tuple(notes))
 
 
@@ -218,7 +221,7 @@ def _base_of_adapters(folder: Path) -> str | None:
 def _weights(name: HubName) -> Source:
     described = _described(INITIAL_WEIGHTS, name)
     snapshot = described.snapshot
-    if INDEX in snapshot.sizes:
+    if INDEX in snapshot.sizes and WHOLE not in snapshot.sizes:
         files = sorted(set(weight_map(snapshot.folder / INDEX).values()))
     else:
         files = [file for file in (WHOLE, ADAPTERS) if file in snapshot.sizes][:1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from toy_hub import COMMIT, NEWER, ToyHub
 
 from llama_core import hub as hub_of_engine
@@ -238,6 +238,21 @@ def test_a_folder_here_of_the_same_name_wins_and_a_note_says_so(hub, tmp_path, c
     assert read_json(run.hub)["notes"] == ["model=org/tiny is the folder here, not a repository of the Hub"]
     assert yaml.safe_load(run.config.read_text())["architecture"]["num_layers"] == 3
     assert hub.requests == []
+
+
+def test_an_unsharded_model_comes_before_an_index_that_lies_beside_it(hub, weights, tmp_path, capsys):
+    tensors = {}
+    for file in SHARDS:
+        tensors |= load(weights[file])
+    index = weights["model.safetensors.index.json"]
+    stale = {
+        "config.json": weights["config.json"],
+        "model.safetensors.index.json": index,
+        SHARDS[0]: weights[SHARDS[0]],
+    }
+    hub.add("models/org/merged", stale | {"model.safetensors": save(tensors)})
+    assert cli.main(["generate", "org/merged", "--prompt", "a", "--tokenizer", "bytes", "--max-new-tokens", "2"]) == 0
+    assert hub.downloaded() == sorted([*DESCRIPTION, "model.safetensors"])
 
 
 def test_a_rehearsal_downloads_neither_weights_nor_data_and_says_what_training_will(hub, tmp_path):
