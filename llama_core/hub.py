@@ -12,7 +12,7 @@ All of huggingface_hub's variables apply, such as HF_HOME, HF_HUB_OFFLINE, HF_EN
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -128,6 +128,14 @@ def folder_of(text: str) -> Path:
     snapshot = look_up(name)
     download(snapshot, [file for file in DESCRIPTION if file in snapshot.sizes])
     return snapshot.folder
+
+
+def at_revision(text: str, revision: object) -> str:
+    """Return the name of a model at a revision, as PEFT writes the two apart; a path or a whole name as it is."""
+    name = HubName.of(text)
+    if name is None or name.revision != _MAIN or not isinstance(revision, str) or not revision:
+        return text
+    return str(replace(name, revision=revision))
 
 
 def repository_in_cache(folder: Path) -> str | None:

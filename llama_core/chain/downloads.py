@@ -18,7 +18,7 @@ from llama_core.config.settings import DataConfig, DataSource, paths_of
 from llama_core.data.file_kinds import kind_of
 from llama_core.data.find import is_data_file
 from llama_core.errors import HubError
-from llama_core.hub import DESCRIPTION, HubName, Kind, Snapshot, download, folder_of, look_up
+from llama_core.hub import DESCRIPTION, HubName, Kind, Snapshot, at_revision, download, folder_of, look_up
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
 from llama_core.models.weight_files import INDEX, PICKLED, WHOLE, weight_map
 from llama_core.records.directory import RunDirectory
@@ -212,10 +212,11 @@ def _of_weights(init_from: str) -> Iterator[Source]:
 def _base_of_adapters(folder: Path) -> str | None:
     """Return what adapters call the model that they belong to; None if ``folder`` holds none, or they do not say."""
     try:
-        base = json.loads(read_file(folder / ADAPTER_CONFIG))["base_model_name_or_path"]
+        described = json.loads(read_file(folder / ADAPTER_CONFIG))
+        base = described["base_model_name_or_path"]
+        return at_revision(base, described.get("revision")) if isinstance(base, str) else None
     except (OSError, *DAMAGE):  # the check of the weights says what is wrong
         return None
-    return base if isinstance(base, str) else None
 
 
 def _weights(name: HubName) -> Source:

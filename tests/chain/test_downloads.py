@@ -13,6 +13,7 @@ from safetensors.torch import load, save, save_file
 from toy_hub import COMMIT, NEWER, ToyHub
 
 from llama_core import hub as hub_of_engine
+from llama_core.chain.downloads import resolve
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
@@ -22,6 +23,8 @@ from llama_core.errors import HubError
 from llama_core.hub import HubName, look_up
 from llama_core.launch.ports import free_port
 from llama_core.models.hf import hugging_face_shapes
+from llama_core.models.peft import adapter_json
+from llama_core.models.pretrained import origin_of
 from llama_core.records.files import read_json
 from training_infra import cli
 
@@ -276,6 +279,28 @@ def test_adapters_bring_the_model_that_they_name(hub, tmp_path):
         "training.init_from: training first downloads 1 file of org/lora",
         "training.init_from: training first downloads 2 files of org/tiny",
     ]
+
+
+def test_adapters_over_a_repository_have_the_commit_that_they_were_trained_over_on_any_machine(
+    hub, weights, tmp_path, monkeypatch
+):
+    base = hub.repositories["models/org/tiny"]
+    config = config_of(tmp_path, training={"init_from": "org/tiny"}, strategy="lora", lora={"lora_rank": 2})
+    folder = Path(resolve(config).config.training.init_from)
+    described = json.dumps(adapter_json(config.lora, str(folder))).encode()
+    assert str(tmp_path) not in described.decode()
+    moved = dict(weights) | {"config.json": json.dumps(SIZES | {"rms_norm_eps": 0.5}).encode()}
+    base.commits[NEWER] = moved
+    base.branches["main"] = NEWER
+    hub.add("models/org/lora", {"adapter_config.json": described, "adapter_model.safetensors": b""})
+    set_up(monkeypatch, hub.endpoint, tmp_path / "another machine")
+    there = config_of(tmp_path, training={"init_from": "org/lora"}, strategy="lora")
+    assert there.spec.norm_eps == 1e-6
+    resolved = resolve(there)
+    assert [str(source.snapshot.name) for source in resolved.sources][-1] == f"org/tiny@{COMMIT}"
+    resolved.sources[-1].fetch()
+    assert origin_of(Path(resolved.config.training.init_from)).base == Path(there.model)
+    assert Path(there.model).name == COMMIT
 
 
 def test_a_model_of_the_hub_is_looked_at_without_a_run(hub, capsys):
