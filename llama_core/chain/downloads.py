@@ -18,7 +18,7 @@ from llama_core.config.settings import DataConfig, DataSource, paths_of
 from llama_core.data.file_kinds import kind_of
 from llama_core.data.find import is_data_file
 from llama_core.errors import HubError
-from llama_core.hub import DESCRIPTION, HubName, Kind, Snapshot, at_revision, download, folder_of, look_up
+from llama_core.hub import HubName, Kind, Snapshot, at_revision, download, folder_of, look_up
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
 from llama_core.models.weight_files import INDEX, PICKLED, WHOLE, weight_map
 from llama_core.records.directory import RunDirectory
@@ -193,7 +193,7 @@ def _data_settings(data: DataConfig) -> Iterator[tuple[str, DataSource]]:
 
 def _described(setting: str, name: HubName) -> Source:
     snapshot = look_up(name)
-    files = tuple(file for file in DESCRIPTION if file in snapshot.sizes)
+    files = tuple(snapshot.description)
     download(snapshot, files)
     return Source(setting, snapshot, files, snapshot.folder)
 

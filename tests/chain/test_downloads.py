@@ -20,7 +20,7 @@ from llama_core.chain.preview import preview
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.run import RunConfig
 from llama_core.errors import HubError
-from llama_core.hub import HubName, look_up
+from llama_core.hub import HubName, folder_of, look_up
 from llama_core.launch.ports import free_port
 from llama_core.models.hf import hugging_face_shapes
 from llama_core.models.peft import adapter_json
@@ -266,6 +266,15 @@ def test_a_rehearsal_downloads_neither_weights_nor_data_and_says_what_training_w
     warnings = validate_environment(config).warnings
     assert {weights, data} <= set(warnings)
     assert hub.downloaded() == DESCRIPTION
+
+
+def test_a_tokenizers_other_templates_belong_to_its_description(hub, weights, tmp_path):
+    templates = {"chat_template.jinja": b"plain", "additional_chat_templates/tool_use.jinja": b"with tools"}
+    others = {"additional_chat_templates/notes.txt": b"", "additional_chat_templates/in/deep.jinja": b""}
+    hub.add("models/org/tools", weights | templates | others)
+    folder = folder_of("org/tools")
+    assert hub.downloaded() == sorted([*DESCRIPTION, "chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "with tools"
 
 
 def test_adapters_bring_the_model_that_they_name(hub, tmp_path):
