@@ -356,6 +356,13 @@ def test_settings_of_the_rotary_embedding_that_nothing_reads_are_named_once(fold
     assert notes == [f"{path}/config.json: {', '.join(named)}: {IGNORED}"] * bool(named)
 
 
+def test_a_changed_folder_is_told_by_what_is_changed_until_its_traits_are_recorded(folder):
+    path = str(folder())
+    config = config_of(path, num_layers=1)
+    assert config.model_in_words == f"{path} with num_layers=1"
+    assert config.self_contained().model_in_words == path
+
+
 def test_a_variant_has_no_settings_that_are_ignored():
     assert ignored_settings("llama3_8b") == []
 
