@@ -12,7 +12,7 @@ All of huggingface_hub's variables apply, such as HF_HOME, HF_HUB_OFFLINE, HF_EN
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,9 @@ DESCRIPTION = (
     "chat_template.json",
 )
 """The files of a model that say what it is, and its tokenizer: all but the weights. None of them is run."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The folder of a tokenizer's other templates, such as the one for conversations with tools; they belong to it too."""
+_CHAT_TEMPLATE = re.compile(rf"{CHAT_TEMPLATES}/[^/]+\.jinja")
 _MAIN = "main"
 _PART = "[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(
@@ -109,6 +112,11 @@ class Snapshot:
         """The hash of the commit."""
         return self.folder.name
 
+    @property
+    def description(self) -> list[str]:
+        """The files that say what a model is."""
+        return [file for file in self.sizes if file in DESCRIPTION or _CHAT_TEMPLATE.fullmatch(file)]
+
     def missing(self, files: Iterable[str]) -> list[str]:
         """Return those of ``files`` that are not in the cache."""
         return [file for file in files if not (self.folder / file).is_file()]
@@ -117,7 +125,7 @@ class Snapshot:
 def folder_of(text: str) -> Path:
     """Return the folder that a path or the name of a model stands for.
 
-    That of a name is in the cache, with ``DESCRIPTION`` but perhaps without weights.
+    That of a name is in the cache, with its description but perhaps without weights.
 
     Raises:
         HubError: if a name stands for nothing, or its files cannot be downloaded.
@@ -126,8 +134,16 @@ def folder_of(text: str) -> Path:
     if name is None:
         return user_path(text)
     snapshot = look_up(name)
-    download(snapshot, [file for file in DESCRIPTION if file in snapshot.sizes])
+    download(snapshot, snapshot.description)
     return snapshot.folder
+
+
+def at_revision(text: str, revision: object) -> str:
+    """Return the name of a model at a revision, as PEFT writes the two apart; a path or a whole name as it is."""
+    name = HubName.of(text)
+    if name is None or name.revision != _MAIN or not isinstance(revision, str) or not revision:
+        return text
+    return str(replace(name, revision=revision))
 
 
 def repository_in_cache(folder: Path) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llama_core.errors import HubError
-from llama_core.hub import HubName, folder_of, repository_in_cache
+from llama_core.hub import HubName, at_revision, folder_of, repository_in_cache
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,23 @@ def test_a_folder_of_the_cache_has_the_name_of_its_repository():
     assert repository_in_cache(Path("/hub/datasets--org--name/snapshots/abc")) is None
     assert repository_in_cache(Path("/models--org--name/abc")) is None
     assert repository_in_cache(Path("name")) is None
+
+
+@pytest.mark.parametrize(
+    ("named", "revision", "name"),
+    [
+        ("org/name", "0a1b", "org/name@0a1b"),
+        ("org/name", "refs/pr/3", "org/name@refs/pr/3"),
+        ("org/name", "main", "org/name"),
+        ("org/name", None, "org/name"),
+        ("org/name", "", "org/name"),
+        ("org/name", 3, "org/name"),
+        ("org/name@tag", "0a1b", "org/name@tag"),
+        ("/models/name", "0a1b", "/models/name"),
+    ],
+)
+def test_a_revision_beside_a_repository_is_part_of_its_name(named, revision, name):
+    assert at_revision(named, revision) == name
 
 
 def test_without_the_package_a_name_says_how_to_install_it(monkeypatch):

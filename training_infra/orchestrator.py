@@ -114,7 +114,7 @@ class LlamaTrainingOrchestrator:
         The plan is for this machine if it has the devices, otherwise for GPUs that need not be here.
         """
         planned = plan_anywhere(self.config)
-        say("model", f"{self.config.model}, {self.config.spec.num_parameters:,} parameters")
+        say("model", f"{self.config.model_in_words}, {self.config.spec.num_parameters:,} parameters")
         if self.config.spec.lora:
             say("weights", self.config.spec.parameter_counts)
         for choice in planned.choices:

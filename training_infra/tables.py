@@ -1,13 +1,11 @@
 """The tables that the command line prints."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from llama_core.hub import repository_in_cache
 from llama_core.planning.memory.profile import STATES, Category, MemoryProfile, Phase
 from llama_core.planning.time.cost import Cost
-from llama_core.units import GB, format_bytes, format_count, format_duration
+from llama_core.units import GIB, format_bytes, format_count, format_duration
 from training_infra.lines import print_line
 
 if TYPE_CHECKING:
@@ -28,8 +26,7 @@ def print_plan(planned: "PlannedRun") -> None:
     config = planned.config
     plan = planned.plan
     num_parameters = format_count(config.spec.num_parameters)
-    model = repository_in_cache(Path(config.model)) or config.model
-    print_line(f"{model}: {num_parameters} parameters, sequence length {config.seq_len}")
+    print_line(f"{config.model_in_words}: {num_parameters} parameters, sequence length {config.seq_len}")
     if config.spec.lora:
         print_line(f"weights: {config.spec.parameter_counts}")
     for choice in planned.choices:
@@ -183,7 +180,7 @@ def _short_duration(seconds: float) -> str:
 def print_variants(variants: "Sequence[ModelVariant]", device: str, *, markdown: bool) -> None:
     """Print a line for each model variant; with ``markdown``, the table of docs/models.md."""
     if markdown:
-        full, lora, qlora = (f"{what}: {device} x GB used" for what in ("full", "LoRA", "QLoRA"))
+        full, lora, qlora = (f"{what}: {device} x GiB used" for what in ("full", "LoRA", "QLoRA"))
         print_line(f"| model | parameters | context | vocabulary | {full} | {lora} | {qlora} |")
         print_line("|---|---|---|---|---|---|---|")
         for one in variants:
@@ -195,7 +192,7 @@ def print_variants(variants: "Sequence[ModelVariant]", device: str, *, markdown:
         return
     print_line(
         f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}"
-        f"{'full':>16}{'LoRA':>16}{'QLoRA':>16}   fewest {device} x GB used"
+        f"{'full':>16}{'LoRA':>16}{'QLoRA':>16}   fewest {device} x GiB used"
     )
     for one in variants:
         spec = one.spec
@@ -207,4 +204,4 @@ def print_variants(variants: "Sequence[ModelVariant]", device: str, *, markdown:
 
 
 def _least(least: "Least | None") -> str:
-    return "none found" if least is None else f"{least.gpus} x {least.peak_bytes / GB:.1f}"
+    return "none found" if least is None else f"{least.gpus} x {least.peak_bytes / GIB:.1f}"

@@ -29,6 +29,8 @@ class AdapterJson(BaseModel):
     task_type: Literal["CAUSAL_LM"] | None = None
     target_modules: list[str] | str
     base_model_name_or_path: str | None = None
+    revision: str | None = None
+    """Of the base, if that is a repository."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from pathlib import Path, PurePosixPath
 from shutil import disk_usage
 
 from llama_core.chain.console import say
+from llama_core.config.hugging_face import ignored_settings
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DataConfig, DataSource, paths_of
 from llama_core.data.file_kinds import kind_of
 from llama_core.data.find import is_data_file
 from llama_core.errors import HubError
-from llama_core.hub import DESCRIPTION, HubName, Kind, Snapshot, download, folder_of, look_up
+from llama_core.hub import HubName, Kind, Snapshot, at_revision, download, folder_of, look_up
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
 from llama_core.models.weight_files import INDEX, PICKLED, WHOLE, weight_map
 from llama_core.records.directory import RunDirectory
@@ -102,7 +103,7 @@ class Resolved:
     config: RunConfig
     sources: tuple[Source, ...]
     notes: tuple[str, ...]
-    """A sentence for each folder here that has the name of a repository, and for what is left out of one."""
+    """A sentence for each folder here that has the name of a repository, and for what is left out of one or ignored."""
 
     def waits_for(self, *settings: str) -> list[str]:
         """Return a sentence for each setting whose files are still missing, if it is one of some or within one."""
@@ -141,6 +142,8 @@ def resolve(config: RunConfig) -> Resolved:
         if not source.missing:
             source.link()
     resolved = config.with_overrides(*folders) if sources else config
+    if config.architecture.recorded_from is None:
+        notes += ignored_settings(resolved.model)
     return Resolved(resolved, tuple(sources), tuple(notes))
 
 
@@ -190,7 +193,7 @@ def _data_settings(data: DataConfig) -> Iterator[tuple[str, DataSource]]:
 
 def _described(setting: str, name: HubName) -> Source:
     snapshot = look_up(name)
-    files = tuple(file for file in DESCRIPTION if file in snapshot.sizes)
+    files = tuple(snapshot.description)
     download(snapshot, files)
     return Source(setting, snapshot, files, snapshot.folder)
 
@@ -209,16 +212,17 @@ def _of_weights(init_from: str) -> Iterator[Source]:
 def _base_of_adapters(folder: Path) -> str | None:
     """Return what adapters call the model that they belong to; None if ``folder`` holds none, or they do not say."""
     try:
-        base = json.loads(read_file(folder / ADAPTER_CONFIG))["base_model_name_or_path"]
+        described = json.loads(read_file(folder / ADAPTER_CONFIG))
+        base = described["base_model_name_or_path"]
+        return at_revision(base, described.get("revision")) if isinstance(base, str) else None
     except (OSError, *DAMAGE):  # the check of the weights says what is wrong
         return None
-    return base if isinstance(base, str) else None
 
 
 def _weights(name: HubName) -> Source:
     described = _described(INITIAL_WEIGHTS, name)
     snapshot = described.snapshot
-    if INDEX in snapshot.sizes:
+    if INDEX in snapshot.sizes and WHOLE not in snapshot.sizes:
         files = sorted(set(weight_map(snapshot.folder / INDEX).values()))
     else:
         files = [file for file in (WHOLE, ADAPTERS) if file in snapshot.sizes][:1]

@@ -22,6 +22,7 @@ from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.chat import chat_format
 from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_file
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
+from llama_core.hub import CHAT_TEMPLATES
 from llama_core.imports import importing_torch
 from llama_core.models.generation_config import GENERATION_CONFIG, generation_config, with_special_tokens
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
@@ -96,7 +97,7 @@ def export_run(
     try:
         with new_folder_beside(out.absolute()) as writing:
             special = _write_tokenizer(config.data, writing, tell)
-            _write_chat_template(run, config, writing)
+            _write_chat_template(run, config, writing, tell)
             if _is_for_peft(config.spec) and not merged:
                 _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
             else:
@@ -250,6 +251,7 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
     for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER if not (folder / name).exists()):
         if beside.exists():
             _copy(beside, folder / beside.name, tell)
+    _copy_other_templates(file.with_name(CHAT_TEMPLATES), folder / CHAT_TEMPLATES, tell)
     if not is_sentencepiece and not (folder / "tokenizer_config.json").exists():
         names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
         tokens = {_token(name): names[index] for name, index in special.items() if index in names}
@@ -257,8 +259,21 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
     return special
 
 
-def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path) -> None:
-    """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another."""
+def _copy_other_templates(folder: Path, to: Path, tell: Callable[[str], None]) -> None:
+    """Copy the templates that a tokenizer has beside its default one."""
+    if folder.is_symlink():
+        tell(f"left out {folder.name}: it is a link; copy it there if it belongs to the tokenizer")
+        return
+    for template in sorted(folder.glob("*.jinja")):
+        to.mkdir(exist_ok=True)
+        _copy(template, to / template.name, tell)
+
+
+def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another.
+
+    Templates for other purposes go with the one that they came with: they would not be what the run has learnt.
+    """
     if not any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE)):
         return
     if not run.data.exists() or read_json(run.data).get("chat_template") is None:  # it was trained on none
@@ -267,6 +282,20 @@ def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path) -> 
     template = chat_format(config.data, tokenizer, config.spec, files=()).template
     if tokenizer.chat_template is None or tokenizer.chat_template.template != template.source:
         (folder / CHAT_TEMPLATE).write_text(template.source)
+        if others := _other_templates(folder):
+            names = ", ".join(others)
+            tell(f"left out the tokenizer's templates {names}: the run was trained with {template.name} alone")
+        shutil.rmtree(folder / CHAT_TEMPLATES, ignore_errors=True)
+
+
+def _other_templates(folder: Path) -> list[str]:
+    """Return the names of the templates that a tokenizer has beside its default one."""
+    names = {file.stem for file in (folder / CHAT_TEMPLATES).glob("*.jinja")}
+    file = folder / "tokenizer_config.json"
+    configured = json.loads(read_file(file)).get("chat_template") if file.exists() else None
+    if isinstance(configured, list):  # transformers 4 wrote them all there
+        names |= {str(entry.get("name")) for entry in configured if isinstance(entry, dict)}
+    return sorted(names - {"default"})
 
 
 def _copy(file: Path, to: Path, tell: Callable[[str], None]) -> bool:

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llama_core.chain.checkpoints import Best, find_checkpoint
+from llama_core.config.hugging_face import ignored_settings
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
@@ -24,6 +25,7 @@ from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
 from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.models.pretrained import (
+    has_own_head,
     is_checkpoint,
     origin_of,
     refuse_damaged,
@@ -167,12 +169,23 @@ def find_model(source: Path, step: int | Best | None, tell: Callable[[str], None
     refuse_damaged_base(source)
     if is_checkpoint(source):
         return source, saved_run(source)
-    adapters = origin_of(source).adapters
+    origin = origin_of(source)
     if not settings_of_weights(str(source)):
         problem = "holds no model" if source.is_dir() else "is no folder here"
         raise WeightsError(f"{source} {problem}; name a run's directory, or a folder of Hugging Face or PEFT")
-    strategy = "standard" if adapters is None else "lora"
-    return source, RunConfig.from_mapping({"strategy": strategy, "training": {"init_from": str(source)}})
+    base = origin.base
+    given: dict[str, Any] = {"strategy": "standard" if origin.adapters is None else "lora"}
+    given["training"] = {"init_from": str(source)}
+    if base is not None and not is_checkpoint(base) and has_own_head(base):
+        given["architecture"] = {"tied_embeddings": False}
+        tell(
+            f"{base}: the head is lm_head.weight, as in transformers 5, although config.json says "
+            "tie_word_embeddings=true: it holds other numbers than the embedding"
+        )
+    config = RunConfig.from_mapping(given)
+    for note in ignored_settings(config.model):
+        tell(note)
+    return source, config
 
 
 def tokenizer_of(source: Path, config: RunConfig, asked: str | None) -> str:

@@ -3,9 +3,8 @@
 A relative is a Llama with traits; a class below says which. Keys have the meaning and the defaults of transformers'
 ``LlamaConfig``, or of the relative's own configuration, in the spelling of version 4 (``rope_theta``,
 ``rope_scaling``) or 5 (``rope_parameters``). A key that changes the function that the weights compute is refused. Other
-keys are ignored: ``attention_dropout``, ``initializer_range``, ``router_jitter_noise`` and ``router_aux_loss_coef`` are
-training settings, ``use_cache`` is a generation setting, and ``pretraining_tp`` only splits a product into slices that
-are added up again.
+keys are ignored: ``attention_dropout``, ``initializer_range`` and ``router_jitter_noise`` are training settings,
+``use_cache`` is a generation setting, and ``pretraining_tp`` only splits a product into slices that are added up again.
 """
 
 import json
@@ -49,6 +48,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 _Size = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]
+_Weight = Annotated[float, Field(ge=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
 
 
@@ -92,18 +92,7 @@ def read_folder(model: str) -> ModelSpec:
     """
     folder = folder_of(model)
     _refuse_other_folders(folder, model)
-    file = folder / _CONFIG
-    # a window that is null is none; of other keys, null is the default
-    given = {key: value for key, value in _read_json(file).items() if value not in (None, {}) or key == _WINDOW}
-    model_type = str(given.get("model_type", "llama"))
-    kind = _KINDS.get(model_type, _LlamaJson)
-    try:
-        config = kind.model_validate(given)
-    except ValidationError as error:
-        problems = [problem for detail in error.errors() for problem in _describe(detail, kind)]
-        if model_type not in _KINDS:  # other models name their sizes differently
-            problems = [problem for problem in problems if not problem.endswith(_MISSING)]
-        raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
+    config = _read_config(folder / _CONFIG)
     return ModelSpec(
         folder_name(model),
         "llama",
@@ -124,6 +113,28 @@ def read_folder(model: str) -> ModelSpec:
         moe=config.moe,
         **config.traits,
     )
+
+
+def ignored_settings(model: str) -> list[str]:
+    """Return a sentence on the settings of the rotary embedding in a folder that are ignored; none without any.
+
+    Args:
+        model: a model's name, or a folder that ``read_folder`` reads.
+    """
+    if not is_folder(model):
+        return []
+    file = folder_of(model) / _CONFIG
+    ignored = {}
+    for mapping, rope in _read_config(file).ropes().items():
+        for key, value in (rope.model_extra or {}).items():
+            ignored[f"{mapping}.{json.dumps(key)[1:-1]}"] = json.dumps(value)
+    if not ignored:
+        return []
+    said = ", ".join(f"{key}={value}" for key, value in ignored.items())
+    return [
+        f"{file}: {said}: ignored, as in transformers; if the model was trained with it, set "
+        "architecture.rope_scaling, such as its attention_factor"
+    ]
 
 
 def config_json(
@@ -209,6 +220,25 @@ def _what_is_wrong(folder: Path) -> str:
     return f"holds adapters for {base} ({_ADAPTERS}), but no model"
 
 
+def _read_config(file: Path) -> "_LlamaJson":
+    """Return what a ``config.json`` describes.
+
+    Raises:
+        ConfigError: as ``read_folder``.
+    """
+    # a window that is null is none; of other keys, null is the default
+    given = {key: value for key, value in _read_json(file).items() if value not in (None, {}) or key == _WINDOW}
+    model_type = str(given.get("model_type", "llama"))
+    kind = _KINDS.get(model_type, _LlamaJson)
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        problems = [problem for detail in error.errors() for problem in _describe(detail, kind)]
+        if model_type not in _KINDS:  # other models name their sizes differently
+            problems = [problem for problem in problems if not problem.endswith(_MISSING)]
+        raise ConfigError(*(f"{file}: {problem}" for problem in problems)) from None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(read_file(file))
@@ -232,17 +262,18 @@ class _Json(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class _Rope(_Json, extra="forbid"):
-    """An unscaled rotary embedding."""
+class _Rope(_Json, extra="allow"):
+    """An unscaled rotary embedding. As in transformers, other keys are ignored; ``ignored_settings`` names them."""
 
     rope_type: str | None = None
     type: str | None = None
     rope_theta: _Positive | None = None
+    original_max_position_embeddings: _Size | None = None
     partial_rotary_factor: _One = 1.0
     """Llama rotates the whole of every head"""
 
-    def scaling(self, max_context: int) -> RopeScaling | None:
-        """Return the scaling of a model whose longest sequence has ``max_context`` tokens; None without scaling."""
+    def scaling(self, original_context: int) -> RopeScaling | None:
+        """Return the scaling of a model that was first trained on ``original_context`` tokens; None without scaling."""
         return None
 
 
@@ -250,9 +281,8 @@ class _LinearRope(_Rope):
     """A rotary embedding with all positions divided by a factor."""
 
     factor: Annotated[float, Field(ge=1)]
-    original_max_position_embeddings: _Size | None = None
 
-    def scaling(self, max_context: int) -> RopeScaling:
+    def scaling(self, original_context: int) -> RopeScaling:
         return LinearScaling(self.factor)
 
 
@@ -262,9 +292,8 @@ class _Llama3Rope(_LinearRope):
     low_freq_factor: _Positive
     high_freq_factor: _Positive
 
-    def scaling(self, max_context: int) -> RopeScaling:
-        before = self.original_max_position_embeddings or max_context
-        return Llama3Scaling(self.factor, before, self.low_freq_factor, self.high_freq_factor)
+    def scaling(self, original_context: int) -> RopeScaling:
+        return Llama3Scaling(self.factor, original_context, self.low_freq_factor, self.high_freq_factor)
 
 
 class _YarnRope(_LinearRope):
@@ -277,13 +306,13 @@ class _YarnRope(_LinearRope):
     mscale_all_dim: _Positive | None = None
     truncate: bool = True
 
-    def scaling(self, max_context: int) -> RopeScaling:
+    def scaling(self, original_context: int) -> RopeScaling:
         amplitude = self.attention_factor
         if amplitude is None and self.mscale and self.mscale_all_dim:
             amplitude = yarn_amplitude(self.factor, self.mscale) / yarn_amplitude(self.factor, self.mscale_all_dim)
         return YarnScaling(
             self.factor,
-            self.original_max_position_embeddings or max_context,
+            original_context,
             beta_fast=self.beta_fast or 32.0,
             beta_slow=self.beta_slow or 1.0,
             attention_factor=amplitude,
@@ -348,6 +377,7 @@ class _LlamaJson(_Json):
     rope_theta: _Positive | None = None
     rope_scaling: _AnyRope | None = None
     rope_parameters: _AnyRope | None = None
+    original_max_position_embeddings: _Size | None = None
     hidden_act: Literal["silu", "swish"] = "silu"
     """the feed-forward of Llama is SwiGLU, with silu"""
     attention_bias: Literal[False] = False
@@ -410,16 +440,36 @@ class _LlamaJson(_Json):
 
     @property
     def scaling(self) -> RopeScaling | None:
-        """Scaling of the rotary embedding; ``rope_scaling`` and ``rope_parameters`` agree if both are given."""
-        rope = self.rope_scaling or self.rope_parameters
-        return rope.scaling(self.max_position_embeddings) if rope else None
+        """Scaling of the rotary embedding; all places that may give it agree."""
+        return next(iter(self._scalings()), None)
+
+    def ropes(self) -> dict[str, _Rope]:
+        """Return the mappings that describe the rotary embedding, by their keys."""
+        ropes = {"rope_scaling": self.rope_scaling, "rope_parameters": self.rope_parameters}
+        return {key: rope for key, rope in ropes.items() if rope is not None}
 
     def _thetas(self) -> Iterator[tuple[str, float]]:
-        for key, rope in (("rope_scaling", self.rope_scaling), ("rope_parameters", self.rope_parameters)):
-            if rope and rope.rope_theta:
+        for key, rope in self.ropes().items():
+            if rope.rope_theta:
                 yield f"{key}.rope_theta", rope.rope_theta
         if self.rope_theta:
             yield "rope_theta", self.rope_theta
+
+    def _original_contexts(self, mapping: str, rope: _Rope) -> dict[str, int]:
+        """Return the context before scaling by each key that gives it, the one that transformers 5 prefers first."""
+        name = "original_max_position_embeddings"
+        contexts = {name: self.original_max_position_embeddings}
+        contexts[f"{mapping}.{name}"] = rope.original_max_position_embeddings
+        given = {key: context for key, context in contexts.items() if context is not None}
+        return given or {"max_position_embeddings": self.max_position_embeddings}
+
+    def _scalings(self) -> list[RopeScaling | None]:
+        """Return the scaling of each mapping."""
+        scalings = []
+        for mapping, rope in self.ropes().items():
+            context = next(iter(self._original_contexts(mapping, rope).values()))
+            scalings.append(rope.scaling(context))
+        return scalings
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:
@@ -441,14 +491,21 @@ class _LlamaJson(_Json):
         if len({theta for _, theta in thetas}) > 1:
             yield f"{' contradicts '.join(f'{key}={theta:g}' for key, theta in thetas)}; keep the right one"
         try:
-            ropes = [
-                rope.scaling(self.max_position_embeddings) for rope in (self.rope_scaling, self.rope_parameters) if rope
-            ]
+            yield from self._contradictions_of_ropes()
         except ConfigError as error:
             yield from error.problems
-        else:
-            if len(set(ropes)) > 1:
-                yield "rope_scaling contradicts rope_parameters; keep the right one"
+
+    def _contradictions_of_ropes(self) -> Iterator[str]:
+        for mapping, rope in self.ropes().items():
+            for key, value in (rope.model_extra or {}).items():
+                if isinstance(value, dict):  # transformers may rotate each type of layers in another way
+                    yield f"{mapping}.{key}: not a setting of Llama's rotary embedding"
+            contexts = self._original_contexts(mapping, rope)
+            if len({rope.scaling(context) for context in contexts.values()}) > 1:
+                said = " contradicts ".join(f"{key}={context}" for key, context in contexts.items())
+                yield f"{said}; keep the right one"
+        if len(set(self._scalings())) > 1:
+            yield "rope_scaling contradicts rope_parameters; keep the right one"
 
 
 class _MixtralJson(_LlamaJson):
@@ -465,12 +522,17 @@ class _MixtralJson(_LlamaJson):
     max_position_embeddings: Annotated[int, Field(ge=2)] = 131_072
     num_local_experts: _Size = 8
     num_experts_per_tok: _Size = 2
+    router_aux_loss_coef: _Weight = 0.001
     sliding_window: _Size | None = None  # type: ignore[assignment]
 
     @property
     def moe(self) -> MoE:
         """The experts."""
-        return MoE(num_experts=self.num_local_experts, experts_per_token=self.num_experts_per_tok)
+        return MoE(
+            num_experts=self.num_local_experts,
+            experts_per_token=self.num_experts_per_tok,
+            balance_loss_coefficient=_balance_loss_coefficient(self),
+        )
 
     @property
     def theta(self) -> float:
@@ -484,7 +546,7 @@ class _MixtralJson(_LlamaJson):
         return {
             "num_local_experts": spec.moe.num_experts,
             "num_experts_per_tok": spec.moe.experts_per_token,
-            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
+            "router_aux_loss_coef": _router_aux_loss_coef(spec),
             "router_jitter_noise": 0.0,
             "sliding_window": spec.sliding_window or None,
         }
@@ -621,6 +683,7 @@ class _Qwen3MoeJson(_QwenJson):
     moe_intermediate_size: _Size = 768
     num_experts: _Size = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: _Size = 8
+    router_aux_loss_coef: _Weight = 0.001
     norm_topk_prob: bool = False
     decoder_sparse_step: Literal[1] = 1
     """only mixtures with experts in every layer can be trained"""
@@ -634,6 +697,7 @@ class _Qwen3MoeJson(_QwenJson):
             num_experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
             gate_softmax="chosen" if self.norm_topk_prob else "all",
+            balance_loss_coefficient=_balance_loss_coefficient(self),
         )
 
     @property
@@ -657,7 +721,7 @@ class _Qwen3MoeJson(_QwenJson):
             "num_experts": spec.moe.num_experts,
             "num_experts_per_tok": spec.moe.experts_per_token,
             "norm_topk_prob": spec.moe.gate_softmax == "chosen",
-            "router_aux_loss_coef": spec.moe.balance_loss_coefficient,
+            "router_aux_loss_coef": _router_aux_loss_coef(spec),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
@@ -667,6 +731,21 @@ class _Qwen3MoeJson(_QwenJson):
         """Return what these models lack that a model with their traits has; empty if nothing."""
         in_every_layer = spec.num_sparse_layers == spec.num_layers
         return "" if in_every_layer else "a Qwen3 with experts has them in every layer (moe_layers)"
+
+
+def _balance_loss_coefficient(config: _MixtralJson | _Qwen3MoeJson) -> float:
+    """Return the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
+
+    transformers has one loss over the tokens of all layers together, which is K for even experts. Ours is a sum over
+    layers, each 1 for even experts.
+    """
+    return config.router_aux_loss_coef * config.num_experts_per_tok / config.num_hidden_layers
+
+
+def _router_aux_loss_coef(spec: ModelSpec) -> float:
+    """Return the inverse: transformers' weight for that of ``spec``."""
+    assert spec.moe is not None
+    return spec.moe.balance_loss_coefficient * spec.num_sparse_layers / spec.moe.experts_per_token
 
 
 _KINDS: dict[str, type[_LlamaJson]] = {
@@ -697,8 +776,6 @@ def _describe(detail: ErrorDetails, kind: type[_LlamaJson]) -> Iterator[str]:
             message = f"a text's length would change all its frequencies, those of cached keys too; {message}"
     elif key == "model_type":
         message = f"only {', '.join(_KINDS)} can be trained"
-    elif detail["type"] == "extra_forbidden":
-        message = "not a setting of Llama's rotary embedding"
     else:
         owner = _Rope if len(path) > 1 else kind
         field = owner.model_fields.get(path[-1])

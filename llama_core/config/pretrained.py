@@ -9,7 +9,7 @@ from llama_core.config.hugging_face import is_folder, read_folder
 from llama_core.config.strategy import PARTS
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
-from llama_core.hub import folder_of
+from llama_core.hub import at_revision, folder_of
 from llama_core.records.files import DAMAGE, read_file
 
 _PARTS = {part for parts in PARTS.values() for part in parts}
@@ -67,7 +67,7 @@ def _of_run(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
-    base = settings_of_weights(adapters["base_model_name_or_path"])
+    base = settings_of_weights(at_revision(adapters["base_model_name_or_path"], adapters.get("revision")))
     kind = adapter_of_json(adapters)
     if kind is None:
         return base | _tokenizer(folder)

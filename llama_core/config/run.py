@@ -72,6 +72,7 @@ from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults, n
 from llama_core.config.strict_yaml import write_yaml
 from llama_core.config.validation import plain, validate
 from llama_core.errors import ConfigError, Problem, blaming
+from llama_core.hub import repository_in_cache
 from llama_core.objectives.registry import objective_type
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import optimizer_type
@@ -246,6 +247,19 @@ class RunConfig(Section):
         if training.parametrization == "standard" or training.base_width is None or training.base_depth is None:
             return None
         return BaseShape(training.base_width, training.base_depth)
+
+    @property
+    def model_in_words(self) -> str:
+        """The model's name, its repository in place of a folder of the Hub's cache, and what ``architecture`` changes.
+
+        A run that has recorded every trait of a folder no longer tells which of them were changed.
+        """
+        model = repository_in_cache(Path(self.model)) or self.model
+        if self.architecture.recorded_from is not None:
+            return model
+        changes = by_dotted_key(self.architecture.identity())
+        said = ", ".join(f"{key}={json.dumps(value)}" for key, value in changes.items())
+        return f"{model} with {said}" if said else model
 
     @property
     def has_random_base(self) -> bool:

@@ -14,7 +14,7 @@ from llama_core.config.settings import SAMPLE
 from llama_core.data.sample import sample_tokenizer
 from llama_core.data.sentencepiece import NotSentencePieceError, SentencePieceModel
 from llama_core.errors import DataError, EnvironmentMismatchError
-from llama_core.hub import folder_of
+from llama_core.hub import CHAT_TEMPLATES, folder_of
 from llama_core.imports import how_to_install
 from llama_core.records.files import cache_directory, read_file
 from llama_core.units import GIB
@@ -377,15 +377,15 @@ def _chat_template(folder: Path, configured: object) -> TemplateSource | None:
         DataError: if the file cannot be read, or there are several templates and none is the default.
     """
     file = folder / "chat_template.jinja"
+    for_tools = folder / CHAT_TEMPLATES / f"{_TOOL_TEMPLATE}.jinja"
+    with_tools = read_template(for_tools) if for_tools.is_file() else None
     if file.is_file():
-        for_tools = folder / "additional_chat_templates" / f"{_TOOL_TEMPLATE}.jinja"
-        return TemplateSource(read_template(file), str(file), read_template(for_tools) if for_tools.is_file() else None)
+        return TemplateSource(read_template(file), str(file), with_tools)
     name = str(folder / "tokenizer_config.json")
-    with_tools = None
     if isinstance(configured, list):
         by_name = {str(entry.get("name")): entry.get("template") for entry in configured if isinstance(entry, dict)}
         configured = by_name.get("default")
-        with_tools = by_name.get(_TOOL_TEMPLATE)
+        with_tools = with_tools or by_name.get(_TOOL_TEMPLATE)
         if configured is None:
             raise DataError(
                 f"{name!r} has the chat templates {', '.join(map(str, by_name))}, and none is the default; "

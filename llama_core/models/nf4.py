@@ -5,7 +5,8 @@ ranks divide by rows, or by columns of whole blocks, as they divide any matrix. 
 that of its group, plus an offset: a group is 256 consecutive blocks of the whole matrix. These few numbers are on every
 rank.
 
-Numbers and codes are those of bitsandbytes. Source: Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E.
+Numbers and codes are those of bitsandbytes, except for the scales that its CPU kernel rounds twice. Source: Dettmers et
+al. 2023, arXiv:2305.14314, section 3 and appendix E.
 """
 
 # Shape suffixes: O rows of a matrix, I its columns, K bytes of a row, N blocks, G groups of blocks

@@ -14,7 +14,7 @@ from llama_core.adapters.traits import AdapterJson, AdapterType
 from llama_core.config.models import ModelSpec, adapter_weight, hugging_face_name
 from llama_core.config.strategy import TARGETS, LoRA, adaptable
 from llama_core.errors import WeightsError, as_clause
-from llama_core.hub import folder_of
+from llama_core.hub import at_revision, folder_of, repository_in_cache
 from llama_core.models.hf import check_shapes
 from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
 from llama_core.records.files import DAMAGE, read_file
@@ -37,7 +37,6 @@ _WITHOUT_EFFECT = {
     "megatron_core",
     "peft_version",
     "qalora_group_size",
-    "revision",
     "runtime_config",
 }
 """PEFT's keys that do not change the results of saved adapters, whatever their values."""
@@ -64,17 +63,21 @@ def peft_name(name: str) -> str:
 def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
     """Return ``adapter_config.json`` for trained adapters, in inference mode.
 
+    A folder in a cache of the Hub is named as its repository and commit, which other machines can have too.
+
     Args:
         lora: the adapters.
         base: the model that they were trained over: a folder, or a name.
     """
+    repository = repository_in_cache(Path(base))
     lora = lora.in_folder
     spelling = lora.kind.json
     settings = {**spelling.settings, **spelling.of_training}
     return {
         **spelling.marks,
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": repository or base,
+        "revision": Path(base).name if repository else None,
         **{theirs: lora.resolved(ours) for theirs, ours in settings.items()},
         "target_modules": list(lora.target_modules),
         **spelling.written,
@@ -92,7 +95,7 @@ def base_of(folder: Path) -> Path:
     """
     _, config = _read_config(folder)
     named = config.base_model_name_or_path or ""
-    base = folder_of(named)
+    base = folder_of(at_revision(named, config.revision))
     if not (base.is_absolute() and base.is_dir()):  # a job may start in another directory
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG} has base_model_name_or_path={named!r}, which is neither the absolute path of a "

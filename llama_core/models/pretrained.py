@@ -11,10 +11,10 @@ from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.hub import folder_of
-from llama_core.models.hf import check_weights, dense_name, hugging_face_names, hugging_face_shapes
+from llama_core.models.hf import HEAD, check_weights, dense_name, hugging_face_names, hugging_face_shapes
 from llama_core.models.peft import ADAPTERS, adapter_weights, base_of, check_same_adapters, is_adapter_folder, peft_name
 from llama_core.models.quantised import QuantisedTensor, join_quantised
-from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, per_expert, read_tensors
+from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, holds_same_numbers, per_expert, read_tensors
 from llama_core.records.checkpoints import (
     LAYOUT,
     STATE,
@@ -28,6 +28,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
 _CONFIG = "config.yaml"
+_EMBEDDING = "model.embed_tokens.weight"
 _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
 _MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", "sliding_window", "windowed_layers")
@@ -126,7 +127,8 @@ def check_pretrained(spec: ModelSpec, source: Path) -> list[str]:
         source: a path that ``resolve_pretrained`` returned.
 
     Returns:
-        A sentence for each trait, such as the rotary embedding, that differs from the model the weights were made for.
+        A sentence for each trait, such as the rotary embedding, that differs from the model the weights were made for,
+        and for what is not read.
 
     Raises:
         WeightsError: if they are missing, incomplete or another model's, or are adapters that ``spec`` does not have.
@@ -151,8 +153,15 @@ def check_pretrained(spec: ModelSpec, source: Path) -> list[str]:
 
 def _check_full_model(spec: ModelSpec, source: Path) -> list[str]:
     if not is_checkpoint(source):
-        stored = hugging_face_weights(spec, source)
-        return _moved(spec, _model_of(source), source) + _rounded_again(spec, stored, source)
+        notes: list[str] = []
+        stored = hugging_face_weights(spec, source, notes.append)
+        if spec.tied_embeddings and has_own_head(source):
+            raise WeightsError(
+                f"{source}/config.json says tie_word_embeddings=true, but {HEAD} holds other numbers than "
+                f"{_EMBEDDING}; set architecture.tied_embeddings=false to have that head, as transformers 5 "
+                "does, or remove it there"
+            )
+        return notes + _moved(spec, _model_of(source), source) + _rounded_again(spec, stored, source)
     _check_complete(source)
     return _check_architecture(spec, full_model(source), source)
 
@@ -225,11 +234,36 @@ def is_checkpoint(source: Path) -> bool:
     return (source / STATE).exists()
 
 
-def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[StoredTensor, ...]]:
+def has_own_head(folder: Path) -> bool:
+    """Return whether a Hugging Face folder holds a head that is not its embedding, although its model says tied.
+
+    Adapters that were merged with a head of their own leave such folders. Reads both matrices if there are two.
+
+    Raises:
+        WeightsError: if the folder holds no model.
+        ConfigError: if its ``config.json`` does not describe a Llama.
+    """
+    theirs = _model_of(folder)
+    if theirs is None or not theirs.tied_embeddings:
+        return False
+    tensors = read_tensors(folder)
+    if not {HEAD, _EMBEDDING} <= tensors.keys():
+        return False
+    return not holds_same_numbers(tensors[HEAD], tensors[_EMBEDDING])
+
+
+def hugging_face_weights(
+    spec: ModelSpec, folder: Path, tell: Callable[[str], None] = lambda note: None
+) -> dict[str, tuple[StoredTensor, ...]]:
     """Return where a Hugging Face folder stores each weight of ``spec``, by our names.
 
     Experts have a matrix each; other weights are one. If the folder's model has no experts, the result is that of a
     dense model.
+
+    Args:
+        spec: the model.
+        folder: the folder.
+        tell: called with a sentence on each thing in it that is not read.
 
     Raises:
         WeightsError: as ``check_pretrained``.
@@ -241,9 +275,13 @@ def hugging_face_weights(spec: ModelSpec, folder: Path) -> dict[str, tuple[Store
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
     theirs = _model_of(folder)
     spec = _as_dense_as(theirs, spec)
-    tensors = join_quantised(read_tensors(folder))
+    tensors = join_quantised(read_tensors(folder, tell))
     if spec.moe:
         tensors = per_expert(tensors, spec)
+    if spec.tied_embeddings and HEAD in tensors:
+        tensors.setdefault(_EMBEDDING, tensors[HEAD])  # some software saves the one matrix under the head's name
+    if theirs is not None and theirs.tied_embeddings and HEAD in tensors:  # the files have both, whatever they share
+        theirs = replace(theirs, tied_embeddings=spec.tied_embeddings)
     _check_fixed(spec, theirs, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored = {

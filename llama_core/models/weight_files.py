@@ -8,7 +8,7 @@ Source: https://github.com/huggingface/safetensors, "Format"; the index is trans
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ ELEMENT_BYTES = FLOAT_BYTES | {"U8": 1}
 _STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
 """Tensors that hold the matrices of all experts, with the names of the matrices that they hold for each expert."""
 _AGAIN = "download it again"
+_COMPARED_AT_ONCE = 1 << 24
+"""Bytes of two tensors that are in memory at a time."""
 PICKLED = ("*.bin", "*.pth", "*.pt")
 """Patterns of weights that can run code when they are read."""
 
@@ -46,33 +48,80 @@ class StoredTensor:
     """Offset of its first byte in the file."""
 
 
-def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+def read_tensors(folder: Path, tell: Callable[[str], None] = lambda note: None) -> dict[str, StoredTensor]:
     """Return every tensor of the model in ``folder``. Reads only the headers of its files.
 
+    As in transformers, an unsharded model comes first, then the files that the index names.
+
+    Args:
+        folder: the folder, in which other files may lie beside those of the model.
+        tell: called with a sentence on what is not read, and on an index that is out of date.
+
     Raises:
-        WeightsError: if there is no model, only part of one, or another weights file beside it.
+        WeightsError: if there is no model, or only part of one.
     """
     files = {path.name for path in folder.glob("*.safetensors")}
     index = folder / INDEX
-    if not index.exists():
-        _check_alone(folder, files)
+    if (folder / WHOLE).exists():
+        unread = sorted(files - {WHOLE})
+        if index.exists():
+            unread.append(INDEX)
+        if unread:
+            tell(f"{folder}: {_some(unread)} not read, only {WHOLE}, as in transformers")
         return read_header(folder / WHOLE)
+    if not index.exists():
+        raise _no_model(folder, files)
     placed = weight_map(index)
-    listed = set(placed.values())
-    for name in sorted(listed):
+    listed = sorted(set(placed.values()))
+    for name in listed:
         if not (folder / name).exists():  # or is a dangling link
             raise WeightsError(f"{INDEX} in {folder} names {name}, which is not there; download it")
-    for name in sorted(files - listed):
-        raise WeightsError(f"{folder} holds {name}, which {INDEX} does not name; move it elsewhere")
-    tensors: dict[str, StoredTensor] = {}
-    for file in sorted(listed):
-        for name, tensor in read_header(folder / file).items():
-            if placed.get(name) != file:
-                raise WeightsError(f"{folder / file} holds {name}, which {INDEX} does not place there; {_AGAIN}")
-            tensors[name] = tensor
+    if unread := sorted(files.difference(listed)):
+        tell(f"{folder}: {_some(unread)} not read, only the files that {INDEX} names, as in transformers")
+    tensors = _read_headers([folder / name for name in listed])
     for name in placed.keys() - tensors.keys():
         raise WeightsError(f"{folder / placed[name]} does not hold {name}, which {INDEX} places there; {_AGAIN}")
+    if elsewhere := [name for name, tensor in tensors.items() if placed.get(name) != tensor.file.name]:
+        tell(f"{folder}: {_some(elsewhere)} read from another file than {INDEX} says")
     return tensors
+
+
+def _read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            if name in tensors:
+                raise WeightsError(f"{file} holds {name}, and so does {tensors[name].file.name}; {_AGAIN}")
+            tensors[name] = tensor
+    return tensors
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first of some names, and the number of the others."""
+    return f"{names[0]} and {len(names) - 1:,} more are" if len(names) > 1 else f"{names[0]} is"
+
+
+def holds_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors of floats are equal, bit for bit. Reads them.
+
+    Raises:
+        WeightsError: if a file cannot be read.
+    """
+    if (one.dtype, one.shape) != (other.dtype, other.shape) or one.dtype not in FLOAT_BYTES:
+        return False
+    left = math.prod(one.shape) * FLOAT_BYTES[one.dtype]
+    try:
+        with open_file(one.file) as first, open_file(other.file) as second:
+            first.seek(one.start)
+            second.seek(other.start)
+            while left > 0:
+                size = min(left, _COMPARED_AT_ONCE)
+                if first.read(size) != second.read(size):
+                    return False
+                left -= size
+    except OSError as error:
+        raise WeightsError(f"cannot read {one.file} or {other.file}: {error.strerror or error}") from None
+    return True
 
 
 def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
@@ -98,21 +147,18 @@ def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str
     return cut
 
 
-def _check_alone(folder: Path, files: set[str]) -> None:
-    """Refuse a folder without an index unless it holds exactly the one file of an unsharded model."""
-    if files == {WHOLE}:
-        return
+def _no_model(folder: Path, files: set[str]) -> WeightsError:
+    """Return why a folder without an index and without the file of an unsharded model cannot be read."""
     if files:
-        raise WeightsError(
-            f"{folder} holds {', '.join(sorted(files)[:3])} but no {INDEX}; download it, or keep only {WHOLE} there"
-        )
+        held = ", ".join(sorted(files)[:3])
+        return WeightsError(f"{folder} holds {held}, but neither {WHOLE} nor {INDEX}; download it")
     for pattern in PICKLED:
         for path in sorted(folder.glob(pattern)):
-            raise WeightsError(
+            return WeightsError(
                 f"{folder} holds pickled weights ({path.name}), which can run code when they are read; if you trust "
                 "them, convert them with save_pretrained(safe_serialization=True)"
             )
-    raise WeightsError(
+    return WeightsError(
         f"{folder} holds no weights: neither {WHOLE}, nor {INDEX} with its files, nor a run of training-infra with a "
         "checkpoint; name a folder that does"
     )

@@ -194,8 +194,9 @@ def own_file(path: Path) -> Path:
     folder = path.parent.resolve()
     target = path.resolve()
     own = {folder}
-    if folder.parent.name == "snapshots":
-        own.add(folder.parents[1] / "blobs")
+    for snapshot in (folder, folder.parent):  # a file may be in a folder of the repository
+        if snapshot.parent.name == "snapshots":
+            own.add(snapshot.parents[1] / "blobs")
     if target.parent not in own:
         raise OSError(errno.ELOOP, f"it is a link to {target}", str(path))
     return target

@@ -23,4 +23,4 @@ class HubRecord:
 
     sources: tuple[HubSource, ...]
     notes: tuple[str, ...] = ()
-    """A sentence for each folder here that has the name of a repository, and for what is left out of one."""
+    """A sentence for each folder here that has the name of a repository, and for what is left out of one or ignored."""

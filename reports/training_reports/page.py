@@ -84,7 +84,7 @@ def _facts(contents: RunContents) -> dict[str, object]:
     done = outcome.step if outcome else _last(steps, "step")
     planned = _last(steps, "total_steps") or contents.setting("training", "steps")
     return {
-        "Model": (contents.config or {}).get("model"),
+        "Model": _model(contents),
         "Data": _source(contents),
         "Sequence length": _counted(contents.setting("training", "seq_len"), "token"),
         "Global batch": _counted(contents.setting("training", "batch_size"), "sequence"),
@@ -96,6 +96,16 @@ def _facts(contents: RunContents) -> dict[str, object]:
         "Measured on": contents.benchmark and contents.benchmark.device,
         "Commit": (contents.environment or {}).get("facts", {}).get("commit"),
     }
+
+
+def _model(contents: RunContents) -> str | None:
+    """Return the model, with what makes it another one than its name says."""
+    if contents.config is None:
+        return None
+    try:
+        return RunConfig.from_mapping(contents.config).model_in_words
+    except ConfigError:  # the configuration of another version
+        return contents.config.get("model")
 
 
 def _counted(number: int | None, one: str, ending: str = "s") -> str | None:

@@ -9,19 +9,22 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import constants
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from toy_hub import COMMIT, NEWER, ToyHub
 
 from llama_core import hub as hub_of_engine
+from llama_core.chain.downloads import resolve
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.run import RunConfig
 from llama_core.errors import HubError
-from llama_core.hub import HubName, look_up
+from llama_core.hub import HubName, folder_of, look_up
 from llama_core.launch.ports import free_port
 from llama_core.models.hf import hugging_face_shapes
+from llama_core.models.peft import adapter_json
+from llama_core.models.pretrained import origin_of
 from llama_core.records.files import read_json
 from training_infra import cli
 
@@ -240,6 +243,21 @@ def test_a_folder_here_of_the_same_name_wins_and_a_note_says_so(hub, tmp_path, c
     assert hub.requests == []
 
 
+def test_an_unsharded_model_comes_before_an_index_that_lies_beside_it(hub, weights, tmp_path, capsys):
+    tensors = {}
+    for file in SHARDS:
+        tensors |= load(weights[file])
+    index = weights["model.safetensors.index.json"]
+    stale = {
+        "config.json": weights["config.json"],
+        "model.safetensors.index.json": index,
+        SHARDS[0]: weights[SHARDS[0]],
+    }
+    hub.add("models/org/merged", stale | {"model.safetensors": save(tensors)})
+    assert cli.main(["generate", "org/merged", "--prompt", "a", "--tokenizer", "bytes", "--max-new-tokens", "2"]) == 0
+    assert hub.downloaded() == sorted([*DESCRIPTION, "model.safetensors"])
+
+
 def test_a_rehearsal_downloads_neither_weights_nor_data_and_says_what_training_will(hub, tmp_path):
     config = config_of(tmp_path, training={"init_from": "org/tiny"}, data={"source": "org/texts"})
     weights, data = preview(config, here=True).of_hub[1:]
@@ -248,6 +266,15 @@ def test_a_rehearsal_downloads_neither_weights_nor_data_and_says_what_training_w
     warnings = validate_environment(config).warnings
     assert {weights, data} <= set(warnings)
     assert hub.downloaded() == DESCRIPTION
+
+
+def test_a_tokenizers_other_templates_belong_to_its_description(hub, weights, tmp_path):
+    templates = {"chat_template.jinja": b"plain", "additional_chat_templates/tool_use.jinja": b"with tools"}
+    others = {"additional_chat_templates/notes.txt": b"", "additional_chat_templates/in/deep.jinja": b""}
+    hub.add("models/org/tools", weights | templates | others)
+    folder = folder_of("org/tools")
+    assert hub.downloaded() == sorted([*DESCRIPTION, "chat_template.jinja", "additional_chat_templates/tool_use.jinja"])
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "with tools"
 
 
 def test_adapters_bring_the_model_that_they_name(hub, tmp_path):
@@ -261,6 +288,28 @@ def test_adapters_bring_the_model_that_they_name(hub, tmp_path):
         "training.init_from: training first downloads 1 file of org/lora",
         "training.init_from: training first downloads 2 files of org/tiny",
     ]
+
+
+def test_adapters_over_a_repository_have_the_commit_that_they_were_trained_over_on_any_machine(
+    hub, weights, tmp_path, monkeypatch
+):
+    base = hub.repositories["models/org/tiny"]
+    config = config_of(tmp_path, training={"init_from": "org/tiny"}, strategy="lora", lora={"lora_rank": 2})
+    folder = Path(resolve(config).config.training.init_from)
+    described = json.dumps(adapter_json(config.lora, str(folder))).encode()
+    assert str(tmp_path) not in described.decode()
+    moved = dict(weights) | {"config.json": json.dumps(SIZES | {"rms_norm_eps": 0.5}).encode()}
+    base.commits[NEWER] = moved
+    base.branches["main"] = NEWER
+    hub.add("models/org/lora", {"adapter_config.json": described, "adapter_model.safetensors": b""})
+    set_up(monkeypatch, hub.endpoint, tmp_path / "another machine")
+    there = config_of(tmp_path, training={"init_from": "org/lora"}, strategy="lora")
+    assert there.spec.norm_eps == 1e-6
+    resolved = resolve(there)
+    assert [str(source.snapshot.name) for source in resolved.sources][-1] == f"org/tiny@{COMMIT}"
+    resolved.sources[-1].fetch()
+    assert origin_of(Path(resolved.config.training.init_from)).base == Path(there.model)
+    assert Path(there.model).name == COMMIT
 
 
 def test_a_model_of_the_hub_is_looked_at_without_a_run(hub, capsys):

@@ -121,6 +121,43 @@ def test_a_run_its_checkpoint_and_its_export_give_the_text_of_transformers(run, 
     assert text(exported) == text(exported, tokenizer="bytes") == expected
 
 
+def with_keys(folder, to, **keys):
+    """Copy a folder with some keys of its config.json changed."""
+    shutil.copytree(folder, to)
+    described = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(described | keys))
+    return to
+
+
+def test_a_folder_that_says_tied_keeps_the_head_that_it_holds_as_in_transformers(exported, adapted, tmp_path):
+    folder = with_keys(exported, tmp_path / "says tied", tie_word_embeddings=True)
+    told = []
+    expected = text_of_transformers(folder, [256, *PROMPT.encode()])
+    assert text(folder, tell=told.append) == expected == text(exported)
+    note = (
+        f"{folder}: the head is lm_head.weight, as in transformers 5, although config.json says "
+        "tie_word_embeddings=true: it holds other numbers than the embedding"
+    )
+    assert told[0] == note
+    adapters = export_run(adapted, tmp_path / "adapters")
+    described = json.loads((adapters / "adapter_config.json").read_text())
+    texts = []
+    for base in (exported, folder):
+        (adapters / "adapter_config.json").write_text(json.dumps(described | {"base_model_name_or_path": str(base)}))
+        told.clear()
+        texts.append(text(adapters, tokenizer="bytes", tell=told.append))
+    assert told[0] == note
+    assert texts[0] == texts[1] != expected
+
+
+def test_a_setting_of_the_rotary_embedding_that_nothing_reads_is_told(exported, tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+    folder = with_keys(exported, tmp_path / "scaled", rope_parameters=None, rope_scaling=scaling | {"attn_factor": 0.5})
+    told = []
+    assert text(folder, tell=told.append) == text_of_transformers(folder, [256, *PROMPT.encode()]) != text(exported)
+    assert told[0].startswith(f"{folder}/config.json: rope_scaling.attn_factor=0.5: ignored, as in transformers; ")
+
+
 def test_a_step_can_be_named(run):
     assert text(run.path, step=1) == text(run.checkpoints / "step-00000001") != text(run.path)
 

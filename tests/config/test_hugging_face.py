@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from llama_core.config.architecture import ArchitectureConfig
-from llama_core.config.hugging_face import is_folder, read_folder
+from llama_core.config.hugging_face import config_json, ignored_settings, is_folder, read_folder
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
@@ -19,6 +19,11 @@ SIZES = {
     "num_attention_heads": 4,
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+IGNORED = (
+    "ignored, as in transformers; if the model was trained with it, set architecture.rope_scaling, such as its "
+    "attention_factor"
+)
 
 
 @pytest.fixture
@@ -207,6 +212,21 @@ def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3},
             ["rope_scaling contradicts rope_parameters; keep the right one"],
         ),
+        (
+            {"original_max_position_embeddings": 512, "rope_scaling": YARN | {"original_max_position_embeddings": 64}},
+            [
+                "original_max_position_embeddings=512 contradicts rope_scaling.original_max_position_embeddings=64; "
+                "keep the right one"
+            ],
+        ),
+        (  # transformers reads the first mapping alone
+            {"rope_scaling": YARN, "rope_parameters": YARN | {"original_max_position_embeddings": 64}},
+            ["rope_scaling contradicts rope_parameters; keep the right one"],
+        ),
+        (
+            {"original_max_position_embeddings": 0},
+            ["original_max_position_embeddings=0: input should be greater than or equal to 1"],
+        ),
         (  # all at once; another model's names for its sizes are no further problem
             {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "hidden_size": None},
             ['model_type="gpt2": only llama', 'architectures="GPT2LMHeadModel": only LlamaForCausalLM'],
@@ -314,6 +334,52 @@ def test_windows_of_layers_that_cannot_have_them_are_refused(settings, complaint
 def test_keys_that_do_not_change_the_function_are_ignored(folder, keys):
     plain = read_folder(str(folder()))
     assert read_folder(str(folder(**keys))) == plain
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, []),
+        ({"rope_scaling": YARN, "rope_parameters": YARN}, []),
+        ({"rope_scaling": YARN | {"attn_factor": 0.5}}, ["rope_scaling.attn_factor=0.5"]),
+        (
+            {"rope_scaling": YARN | {"finetuned": True}, "rope_parameters": YARN | {"x\n": "y\n"}},
+            ["rope_scaling.finetuned=true", 'rope_parameters.x\\n="y\\n"'],
+        ),
+        ({"rope_parameters": {"type": "default", "factor": 2.0}}, ["rope_parameters.factor=2.0"]),
+    ],
+    ids=str,
+)
+def test_settings_of_the_rotary_embedding_that_nothing_reads_are_named_once(folder, keys, named):
+    path = folder(**keys)
+    notes = ignored_settings(str(path))
+    assert notes == [f"{path}/config.json: {', '.join(named)}: {IGNORED}"] * bool(named)
+
+
+def test_a_changed_folder_is_told_by_what_is_changed_until_its_traits_are_recorded(folder):
+    path = str(folder())
+    config = config_of(path, num_layers=1)
+    assert config.model_in_words == f"{path} with num_layers=1"
+    assert config.self_contained().model_in_words == path
+
+
+def test_a_variant_has_no_settings_that_are_ignored():
+    assert ignored_settings("llama3_8b") == []
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_the_weight_of_the_balance_loss_goes_in_and_out_unchanged(folder, kind):
+    sizes = {"num_hidden_layers": 6, "num_experts_per_tok": 3, "num_key_value_heads": 2, "head_dim": 16}
+    path = folder(model_type=kind, architectures=None, router_aux_loss_coef=0.02, **sizes)
+    spec = read_folder(str(path))
+    assert spec.moe.balance_loss_coefficient == pytest.approx(0.02 * 3 / 6)
+    assert config_json(spec)["router_aux_loss_coef"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_negative_weight_of_the_balance_loss_is_refused(folder, kind):
+    path = folder(model_type=kind, architectures=None, num_key_value_heads=2, router_aux_loss_coef=-0.5)
+    assert problems(path) == ["router_aux_loss_coef=-0.5: input should be greater than or equal to 0"]
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,29 @@ def test_a_saved_configuration_loads_as_the_same_one():
     assert RunConfig.from_mapping(parse_yaml(config.to_yaml(), "saved")) == config
 
 
+@pytest.mark.parametrize(
+    ("model", "architecture", "said"),
+    [
+        ("llama3_8b", {}, "llama3_8b"),
+        ("llama3_8b", {"num_layers": 4, "ffn_size": 512}, "llama3_8b with num_layers=4, ffn_size=512"),
+        (
+            "llama2_7b",
+            {"rope_scaling": {"kind": "yarn", "factor": 2}, "tied_embeddings": True},
+            'llama2_7b with tied_embeddings=true, rope_scaling.kind="yarn", rope_scaling.factor=2.0',
+        ),
+        (
+            "mistral_7b",
+            {"windowed_layers": [0, 3], "num_layers": 6},
+            "mistral_7b with num_layers=6, windowed_layers=[0, 3]",
+        ),
+    ],
+)
+def test_a_model_with_another_architecture_is_told_by_what_is_changed(model, architecture, said):
+    config = RunConfig.from_mapping({"model": model, "architecture": architecture})
+    assert config.model_in_words == said
+    assert RunConfig.from_mapping(parse_yaml(config.to_yaml(), "saved")).model_in_words == said
+
+
 def test_overrides_are_typed_as_yaml_and_the_last_one_wins():
     config = RunConfig.from_mapping(
         {"training": {"batch_size": 4}},

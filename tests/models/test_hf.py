@@ -214,6 +214,37 @@ def test_a_folder_with_transformers_4_keys_is_the_same_model(tmp_path):
     torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
 
 
+BEFORE = {"original_max_position_embeddings": 48}
+BANDS = {"low_freq_factor": 0.5, "high_freq_factor": 6.0}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        BEFORE | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        BEFORE | {"rope_parameters": {"rope_type": "llama3", "factor": 3.0} | BANDS},
+        BEFORE | {"rope_parameters": BEFORE | {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0}},
+        BEFORE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 12}},
+        {"rope_scaling": BEFORE | {"rope_type": "llama3", "factor": 3.0} | BANDS},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        BEFORE | {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_parameters": {"type": "yarn", "factor": 4.0}},
+        BEFORE,
+        {"rope_scaling": {"type": "yarn", "factor": 8.0, "attn_factor": 0.5, "finetuned": True} | BEFORE},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8.0, "extrapolation": "none"}},
+        {"rope_scaling": {"rope_type": "default", "factor": 4.0, "mscale": 0.7}},
+    ],
+    ids=str,
+)
+def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transformers(written, tmp_path):
+    config = hugging_face_config(replace(shrunk("llama2_7b"), max_context=256)).to_dict()
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config | written))
+    read = read_folder(str(tmp_path))
+    theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
+    torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
+    assert getattr(read.rope_scaling, "amplitude", 1.0) == pytest.approx(theirs.attention_scaling)
+
+
 @pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {

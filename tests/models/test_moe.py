@@ -1,5 +1,6 @@
 """Experts compute what Mixtral computes, in every dtype, and the auxiliary losses enter as gradients only."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ from test_hf import hugging_face_config
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from llama_core.config.hugging_face import read_folder
 from llama_core.config.strategy import MoE
 from llama_core.models import grouped
 from llama_core.models.batch import Batch
@@ -155,6 +158,24 @@ def test_the_backward_adds_the_gradients_of_the_auxiliary_losses_times_the_scale
     out = layer(x)
     torch.testing.assert_close(out, plain, rtol=0, atol=0)
     torch.testing.assert_close(torch.autograd.grad(out, inputs, upstream), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_folders_weight_of_the_balance_loss_weighs_as_in_transformers(kind, tmp_path):
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.25}
+    sizes = {"vocab_size": 66, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | sizes | heads | experts))
+    read = read_folder(str(tmp_path))
+    layer = mixture(balance_loss_coefficient=read.moe.balance_loss_coefficient, experts_per_token=3)
+    x = stream(rows=1)
+    prepare_routers(layer, torch.ones((), dtype=torch.float64))
+    layer(x)
+    balance = layer.statistics[-3].detach() / 16
+    logits = layer.router(x).detach().flatten(0, 1)
+    theirs = load_balancing_loss_func((logits,) * read.num_layers, 4, 3)  # all layers alike
+    ours = read.num_layers * read.moe.balance_loss_coefficient * balance
+    assert float(ours) == pytest.approx(0.25 * float(theirs), rel=1e-5)
 
 
 def test_statistics_count_every_forward_with_gradients_once():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_hf import model_with_large_weights, renamed
 from test_pretrained import CONFIG, SIZES
@@ -63,6 +63,16 @@ def test_peft_has_the_same_adapters_under_the_same_names(tmp_path, targets):
     spec = replace(SPEC, lora=lora_on(targets))
     assert {peft_name(name): shape for name, shape in spec.adapter_shapes.items()} == theirs
     assert adapter_weights(spec, tmp_path).keys() == spec.adapter_shapes.keys()
+
+
+@pytest.mark.parametrize("cache", ["/home/me/.cache/huggingface/hub", "/scratch/hub"])
+def test_a_base_in_a_cache_of_the_hub_is_named_as_peft_names_it(tmp_path, cache):
+    commit = "0123456789abcdef" * 2
+    for base, named in ((f"{cache}/models--org--base-1b/snapshots/{commit}", "org/base-1b"), (f"{cache}/base", None)):
+        (tmp_path / ADAPTER_CONFIG).write_text(json.dumps(adapter_json(LORA, base)))
+        theirs = PeftConfig.from_pretrained(tmp_path)
+        assert theirs.base_model_name_or_path == (named or base)
+        assert theirs.revision == (named and commit)
 
 
 def lora_on(targets):

@@ -15,7 +15,13 @@ from llama_core.config.models import hugging_face_name
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.pretrained import check_pretrained, resolve_pretrained, where_stored
+from llama_core.models.pretrained import (
+    check_pretrained,
+    has_own_head,
+    hugging_face_weights,
+    resolve_pretrained,
+    where_stored,
+)
 from llama_core.models.weight_files import read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name
 from llama_core.records.directory import RunDirectory
@@ -24,6 +30,7 @@ from llama_core.records.files import write_json
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
 CONFIG = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES | {"vocab_size": 64}})
 SPEC = CONFIG.spec
+TIED = replace(SPEC, tied_embeddings=True)
 INDEX = "model.safetensors.index.json"
 
 
@@ -101,6 +108,81 @@ def edit_index(folder, change):
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def repeat_weight(file, other):
+    """Add a weight of ``file`` to ``other``."""
+    name, weight = next(iter(load_file(file).items()))
+    weights = load_file(other)
+    other.unlink()
+    save_file(weights | {name: weight}, other)
+
+
+def move_weight(folder, name):
+    """Move a weight to the first shard; the index still names the shard that it was in."""
+    first = shards(folder)[0]
+    before = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    rest = load_file(before)
+    moved = {name: rest.pop(name)} | load_file(first)
+    for file, weights in ((before, rest), (first, moved)):
+        file.unlink()
+        save_file(weights, file, {"format": "pt"})
+
+
+def unsharded(folder, others):
+    """Put all weights in one file, and leave an index of shards that are gone; copy the file to ``others``."""
+    weights = {}
+    for file in shards(folder):
+        weights |= load_file(file)
+        file.unlink()
+    for name in ("model.safetensors", *others):
+        save_file(weights, folder / name, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        (
+            lambda at: (at / "consolidated-00001.safetensors").write_bytes(b"x"),
+            f"consolidated-00001.safetensors is not read, only the files that {INDEX} names, as in transformers",
+        ),
+        (
+            lambda at: [(at / f"{name}.safetensors").write_bytes(b"x") for name in ("model-fp8", "adapter_model", "b")],
+            f"adapter_model.safetensors and 2 more are not read, only the files that {INDEX} names, as in transformers",
+        ),
+        (
+            lambda at: unsharded(at, []),
+            f"{INDEX} is not read, only model.safetensors, as in transformers",
+        ),
+        (
+            lambda at: [unsharded(at, [shards(at)[0].name])],
+            "model-00001-of-00006.safetensors and 1 more are not read, only model.safetensors, as in transformers",
+        ),
+        (
+            lambda at: [unsharded(at, ["params.safetensors"]), (at / INDEX).unlink()],
+            "params.safetensors is not read, only model.safetensors, as in transformers",
+        ),
+        (
+            lambda at: edit_index(at, lambda index: index["weight_map"].pop("model.norm.weight")),
+            f"model.norm.weight is read from another file than {INDEX} says",
+        ),
+        (
+            lambda at: move_weight(at, "lm_head.weight"),
+            f"lm_head.weight is read from another file than {INDEX} says",
+        ),
+    ],
+)
+def test_other_files_and_a_stale_index_are_told_and_the_weights_are_those_of_transformers(sharded, change, note):
+    change(sharded)
+    notes = []
+    found = read_tensors(sharded, notes.append)
+    assert notes == [f"{sharded}: {note}"]
+    assert check_pretrained(SPEC, sharded) == notes
+    theirs = LlamaForCausalLM.from_pretrained(sharded).state_dict()
+    assert found.keys() == theirs.keys()
+    for name, stored in found.items():
+        raw = stored.file.read_bytes()[stored.start : stored.start + theirs[name].nbytes]
+        assert raw == theirs[name].numpy().tobytes()
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
@@ -110,14 +192,10 @@ def edit_index(folder, change):
         (lambda at: cut_short(shards(at)[0], 4000), "has 4,000 of "),
         (lambda at: cut_short(shards(at)[0], 100), "has 100 bytes, fewer than its header; download it again"),
         (lambda at: cut_short(shards(at)[0], 0), "has 0 bytes, fewer than its header; download it again"),
-        (lambda at: (at / "consolidated.safetensors").write_bytes(b""), "consolidated.safetensors, which model.safet"),
-        (lambda at: (at / INDEX).unlink(), f"but no {INDEX}; download it"),
+        (lambda at: (at / INDEX).unlink(), f"but neither model.safetensors nor {INDEX}; download it"),
+        (lambda at: repeat_weight(shards(at)[0], shards(at)[3]), "and so does model-00001-of-"),
         (lambda at: cut_short(at / INDEX, 100), f"{INDEX}: JSONDecodeError"),
         (lambda at: edit_index(at, lambda index: index.pop("weight_map")), f"{INDEX}: KeyError('weight_map'); down"),
-        (
-            lambda at: edit_index(at, lambda index: index["weight_map"].pop("model.norm.weight")),
-            f"holds model.norm.weight, which {INDEX} does not place there",
-        ),
         (
             lambda at: edit_index(at, lambda index: index["weight_map"].update(more=shards(at)[0].name)),
             f"does not hold more, which {INDEX} places there",
@@ -158,7 +236,7 @@ def rename_weights(folder, name):
         ),
         (lambda at: rename_weights(at, "pytorch_model.bin"), "save_pretrained(safe_serialization=True)"),
         (lambda at: rename_weights(at, "consolidated.00.pth"), "save_pretrained(safe_serialization=True)"),
-        (lambda at: rename_weights(at, "weights.safetensors"), f"weights.safetensors but no {INDEX}"),
+        (lambda at: rename_weights(at, "weights.safetensors"), "weights.safetensors, but neither model.safetensors"),
         (lambda at: (at / "model.safetensors").unlink(), "holds no weights: neither model.safetensors, nor"),
         (lambda at: (at / "model.safetensors").write_text("x" * 99), "fewer than its header"),
         (
@@ -167,12 +245,55 @@ def rename_weights(folder, name):
         ),
         (lambda at: (at / "model.safetensors").write_bytes(b"\4" + b"\0" * 7 + b"{}}}"), "is not a safetensors file"),
         (lambda at: describe(at, replace(SPEC, num_heads=2)), "num_heads=2 instead of 4"),
-        (lambda at: describe(at, replace(SPEC, tied_embeddings=True)), "tied_embeddings=True instead of False"),
+        (
+            lambda at: [describe(at, TIED), resave(at, lambda w: w.pop("lm_head.weight"))],
+            "tied_embeddings=True instead of False",
+        ),
     ],
 )
 def test_a_folder_that_this_model_cannot_start_from_is_refused(folder, change, complaint):
     change(folder)
     assert complaint in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head + 1,
+        lambda head: head.to(torch.bfloat16),
+        lambda head: torch.cat((head[:-1], head[:1])),
+        lambda head: -head,
+    ],
+)
+def test_a_head_that_is_not_the_embedding_of_a_tied_model_is_refused_unless_it_is_asked_for(folder, change):
+    resave(folder, lambda w: w.update({"lm_head.weight": change(w["model.embed_tokens.weight"])}))
+    describe(folder, TIED)
+    assert has_own_head(folder)
+    assert refusal(folder, TIED) == (
+        f"{folder}/config.json says tie_word_embeddings=true, but lm_head.weight holds other numbers than "
+        "model.embed_tokens.weight; set architecture.tied_embeddings=false to have that head, as transformers 5 does, "
+        "or remove it there"
+    )
+    assert check_pretrained(SPEC, folder) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.pop("lm_head.weight"),
+        lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}),
+        lambda w: w.update({"lm_head.weight": w.pop("model.embed_tokens.weight")}),
+    ],
+    ids=["embedding", "both", "head"],
+)
+def test_the_one_matrix_of_a_tied_model_may_have_either_name_or_both(folder, change):
+    resave(folder, change)
+    describe(folder, TIED)
+    assert not has_own_head(folder)
+    assert check_pretrained(TIED, folder) == []
+    stored = hugging_face_weights(TIED, folder)["tok_embeddings.weight"][0]
+    theirs = LlamaForCausalLM.from_pretrained(folder).model.embed_tokens.weight.detach()
+    assert stored.file.read_bytes()[stored.start : stored.start + theirs.nbytes] == theirs.numpy().tobytes()
 
 
 def test_a_folder_of_another_architecture_is_refused(folder):

@@ -55,6 +55,13 @@ def report(run):
     return Page(write_report(run))
 
 
+def test_a_model_with_another_architecture_is_not_called_by_its_name_alone(run):
+    run.config.write_text(RunConfig().with_overrides("architecture.num_layers=3").to_yaml())
+    assert "Model tiny_llama3_50m with num_layers=3 " in report(run).text
+    run.config.write_text("{model: of another version, strategy: unknown}")
+    assert "Model of another version " in report(run).text
+
+
 def test_communication_is_shown_as_planned_where_a_plan_was_searched_for(run):
     assert "Planned, not measured" not in report(run).text
     parts = {"tp_seconds": 0.25, "dp_seconds": 0.5, "pp_seconds": 0.0}
