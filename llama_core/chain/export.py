@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from llama_core.chain.checkpoints import Best, checkpoints_to_average, find_checkpoint
+from llama_core.chain.ends import end_of_learnt_turn
 from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import ModelSpec
@@ -23,7 +24,7 @@ from llama_core.data.chat import chat_format
 from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_file
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.imports import importing_torch
-from llama_core.models.generation_config import GENERATION_CONFIG, generation_config, with_special_tokens
+from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, saved_run
 from llama_core.records.directory import RunDirectory
@@ -97,10 +98,13 @@ def export_run(
         with new_folder_beside(out.absolute()) as writing:
             special = _write_tokenizer(config.data, writing, tell)
             _write_chat_template(run, config, writing)
+            generation = _generation(checkpoint, config, special, tell)
             if _is_for_peft(config.spec) and not merged:
+                _write_ends_beside_base(checkpoint, writing, generation, special, tell)
                 _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
             else:
-                _write_model(checkpoint, others, config, writing, dtype=dtype, special=special, tell=tell)
+                _write_json(writing / GENERATION_CONFIG, generation)
+                _write_model(checkpoint, others, config, writing, dtype=dtype, generation=generation, tell=tell)
             refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:
@@ -182,7 +186,7 @@ def _write_model(
     folder: Path,
     *,
     dtype: str,
-    special: dict[str, int],
+    generation: dict[str, Any],
     tell: Callable[[str], None],
 ) -> None:
     with importing_torch():
@@ -190,10 +194,10 @@ def _write_model(
 
     if config.spec.lora is not None:
         tell(f"adapters added to {_base(checkpoint, config)}")
-    generation = with_special_tokens(generation_config(checkpoint), special)
-    described = config_json(config.spec, dtype, bos_id=special.get("bos_id"), eos_id=generation.get("eos_token_id"))
-    _write_json(folder / "config.json", described)
-    _write_json(folder / GENERATION_CONFIG, generation)
+    ends = generation.get("eos_token_id")
+    _write_json(
+        folder / "config.json", config_json(config.spec, dtype, bos_id=generation.get("bos_token_id"), eos_id=ends)
+    )
     write_hugging_face(
         checkpoint, config.spec, folder, dtype=dtype, others=others, on_file=lambda name: tell(f"wrote {name}")
     )
@@ -255,6 +259,46 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
         tokens = {_token(name): names[index] for name, index in special.items() if index in names}
         _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
     return special
+
+
+def _generation(
+    checkpoint: Path, config: RunConfig, special: dict[str, int], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return how the exported model generates, with every token that ends a text or a turn."""
+    generation = generation_config(checkpoint)
+    if not special:
+        return generation
+    ends = [special["eos_id"]]
+    if "bos_id" in special:
+        generation = {"bos_token_id": special["bos_id"]} | generation
+    try:
+        learnt = end_of_learnt_turn(checkpoint, config, load_tokenizer(config.data.tokenizer))
+    except DataError as error:
+        tell(f"no end of a turn: {error}")
+        learnt = frozenset()
+    for end in learnt:
+        if len(end) == 1:
+            ends += end
+        else:
+            tell(
+                f"a turn ends with {len(end)} tokens {list(end)}, which {GENERATION_CONFIG} cannot name; "
+                "give their text to the server as a stop string"
+            )
+    return with_ends(generation, ends)
+
+
+def _write_ends_beside_base(
+    checkpoint: Path, folder: Path, generation: dict[str, Any], special: dict[str, int], tell: Callable[[str], None]
+) -> None:
+    """Write the ends of an adapters' model, if there are any that neither its base nor its tokenizer names."""
+    known = {*end_tokens(generation_config(checkpoint)), *special.values()}
+    more = [end for end in end_tokens(generation) if end not in known]
+    if more:
+        _write_json(folder / GENERATION_CONFIG, generation)
+        tell(
+            f"a turn ends with token {', '.join(map(str, more))}, which {GENERATION_CONFIG} of the base does not name; "
+            "name it to a server that reads that one"
+        )
 
 
 def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path) -> None:

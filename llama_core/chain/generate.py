@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_core.chain.checkpoints import Best, find_checkpoint
+from llama_core.chain.ends import ends_of_texts
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.tokenizer import Tokenizer, check_fits, decode_stream, load_tokenizer
+from llama_core.data.tokenizer import check_fits, decode_stream, load_tokenizer
 from llama_core.errors import (
     ConfigError,
     DataError,
@@ -22,7 +23,6 @@ from llama_core.errors import (
 )
 from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
-from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.models.pretrained import (
     is_checkpoint,
     origin_of,
@@ -86,7 +86,7 @@ class TextModel:
         self.weights, self.config = find_model(source, step, tell)
         self.tokenizer = load_tokenizer(tokenizer_of(self.weights, self.config, tokenizer))
         check_fits(self.tokenizer, self.config.spec.vocab_size)
-        self.ends = ends_of_texts(self.weights, self.tokenizer)
+        self.ends = ends_of_texts(self.weights, self.config, self.tokenizer)
         """The sequences of tokens that end any text."""
         self._device = choose_device(device, self.config, dtype)
         self._dtype = dtype
@@ -189,12 +189,6 @@ def tokenizer_of(source: Path, config: RunConfig, asked: str | None) -> str:
     if brought is None:
         raise DataError(f"{source} holds no tokenizer.json; name one with --tokenizer, or bytes if it learnt bytes")
     return config.data.tokenizer
-
-
-def ends_of_texts(weights: Path, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
-    """Return the sequences of tokens that end any text: EOS, and those that the weights' folder or run names."""
-    ends = (tokenizer.eos_id, *end_tokens(generation_config(weights)))
-    return frozenset((end,) for end in ends)
 
 
 def check_text(text: str, what: str) -> None:

@@ -79,6 +79,10 @@ class Tokenizer(Protocol):
         """Id that ends each document."""
 
     @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens that text can spell, in ``encode_rendered``."""
+
+    @property
     def fingerprint(self) -> str:
         """Digest that two tokenizers share only if they give the same ids."""
 
@@ -115,6 +119,7 @@ class ByteTokenizer:
     vocab_size = 258
     bos_id = 256
     eos_id = 257
+    special_ids = frozenset[int]()
     fingerprint = "bytes-256-257"
     named_tokens: Mapping[str, str] = {"bos_token": LLAMA_BOS_TOKENS[0], "eos_token": LLAMA_EOS_TOKENS[0]}
     chat_template = None
@@ -201,6 +206,8 @@ class HuggingFaceTokenizer:
                 f"name it as 'eos_token' in {str(file.with_name('tokenizer_config.json'))!r}"
             )
         self.eos_id = eos_id
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
         found = {"bos_token": self._tokenizer.id_to_token(self.bos_id) if self.bos_id is not None else None}
         found["eos_token"] = self._tokenizer.id_to_token(eos_id)
         found |= {name: _token_name(config.get(name)) for name in NAMED_TOKENS if config.get(name) is not None}
