@@ -21,7 +21,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_file
+from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, difference, load_tokenizer, tokenizer_file
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.imports import importing_torch
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
@@ -105,6 +105,7 @@ def export_run(
             else:
                 _write_json(writing / GENERATION_CONFIG, generation)
                 _write_model(checkpoint, others, config, writing, dtype=dtype, generation=generation, tell=tell)
+            _tell_other_ids(config.data, writing, tell)
             refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:
@@ -287,6 +288,22 @@ def _generation(
     return with_ends(generation, ends)
 
 
+def _tell_other_ids(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Tell of a tokenizer that gives other ids in its new folder: beside another ``config.json``, or without a file."""
+    if data.tokenizer == BYTES or not _has_tokenizer(folder):
+        return
+    try:
+        found = difference(load_tokenizer(str(folder)), load_tokenizer(data.tokenizer))
+    except DataError as error:
+        found = str(error)
+    if found:
+        tell(f"the tokenizer is another here than in {data.tokenizer}: {found}; check tokenizer_config.json")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE))
+
+
 def _write_ends_beside_base(
     checkpoint: Path, folder: Path, generation: dict[str, Any], special: dict[str, int], tell: Callable[[str], None]
 ) -> None:
@@ -303,7 +320,7 @@ def _write_ends_beside_base(
 
 def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path) -> None:
     """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another."""
-    if not any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE)):
+    if not _has_tokenizer(folder):
         return
     if not run.data.exists() or read_json(run.data).get("chat_template") is None:  # it was trained on none
         return

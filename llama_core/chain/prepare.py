@@ -21,12 +21,13 @@ from llama_core.chain.runs import (
 )
 from llama_core.chain.tasks import Asked, find_tasks
 from llama_core.chain.tokenize import refuse_long_wait
+from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.statistics import DataStatistics
-from llama_core.data.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import difference, load_tokenizer
 from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
@@ -196,7 +197,8 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
     A run with a checkpoint no longer needs them, unless it trains adapters: checkpoints leave out frozen weights.
 
     Returns:
-        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own.
+        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own, and
+        for another tokenizer.
 
     Raises:
         WeightsError: if the weights are missing, incomplete or another model's, or their ``generation_config.json`` is
@@ -207,7 +209,25 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
         return []
     source = Path(resolve_pretrained(init_from))
     generation_config(source)  # the run keeps it
-    return check_pretrained(config.spec, source)
+    return check_pretrained(config.spec, source) + _other_tokenizer(config, source)
+
+
+def _other_tokenizer(config: RunConfig, source: Path) -> list[str]:
+    """Return a sentence if a run gives the tokens of its initial weights other ids."""
+    brought = settings_of_weights(str(source)).get("data")
+    if brought is None or config.data.source == DATALOADER:
+        return []
+    own = brought["tokenizer"]
+    try:
+        found = difference(load_tokenizer(config.data.tokenizer), load_tokenizer(own))
+    except DataError as error:  # the run's own is refused where the data are read
+        found = f"they cannot be compared: {error}"
+    if not found:
+        return []
+    return [
+        f"data.tokenizer={config.data.tokenizer} is another than {own}, with which {source} has learnt: {found}; "
+        "ignore this if it is intended"
+    ]
 
 
 def _needs_initial_weights(config: RunConfig, run: RunDirectory | None) -> bool:

@@ -1,36 +1,26 @@
 """Text to token ids and back: bytes, built in, or a Hugging Face tokenizer from disk."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from llama_core.config.settings import SAMPLE
 from llama_core.data.sample import sample_tokenizer
-from llama_core.data.sentencepiece import NotSentencePieceError, SentencePieceModel
+from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG, read_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.hub import folder_of
 from llama_core.imports import how_to_install
 from llama_core.records.files import cache_directory, read_file
-from llama_core.units import GIB
-
-if TYPE_CHECKING:
-    import tokenizers
 
 BYTES = "bytes"
-SENTENCEPIECE = Path("tokenizer.model")
-"""The file of a SentencePiece model, as Llama 1 and 2 have one."""
 LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that a chat template knows by name, as in transformers' ``special_tokens_map``."""
-MOST_BYTES_OF_VOCABULARY = GIB
-"""Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB."""
 _TOOL_TEMPLATE = "tool_use"
 """The name of a tokenizer's chat template for conversations with tools, if it has one of its own for them."""
 _REPLACEMENT = "\ufffd"
@@ -79,6 +69,10 @@ class Tokenizer(Protocol):
         """Id that ends each document."""
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The ids of all tokens, by their text."""
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids of the special tokens that text can spell, in ``encode_rendered``."""
 
@@ -119,6 +113,7 @@ class ByteTokenizer:
     vocab_size = 258
     bos_id = 256
     eos_id = 257
+    vocabulary: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(256)}
     special_ids = frozenset[int]()
     fingerprint = "bytes-256-257"
     named_tokens: Mapping[str, str] = {"bos_token": LLAMA_BOS_TOKENS[0], "eos_token": LLAMA_EOS_TOKENS[0]}
@@ -157,8 +152,8 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A ``tokenizer.json``, or SentencePiece's ``tokenizer.model``, for the package ``tokenizers``.
 
-    BOS and EOS are those that ``tokenizer_config.json`` beside it names, else Llama's. In a document, text that spells
-    a special token, such as ``</s>``, is encoded as plain characters.
+    BOS and EOS are those that the files beside it name, else Llama's. In a document, text that spells a special token,
+    such as ``</s>``, is encoded as plain characters.
 
     Args:
         path: one of these files, or a folder that holds one.
@@ -169,52 +164,56 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
+        if find_spec("tokenizers") is None:
             raise EnvironmentMismatchError(
                 f"tokenizer {str(path)!r} needs the package 'tokenizers'; {how_to_install('tokenizers')}"
-            ) from None
+            )
         self.name = str(path)
         file = tokenizer_file(path)
-        is_sentencepiece = file.suffix == SENTENCEPIECE.suffix
-        read = _of_sentencepiece if is_sentencepiece else tokenizers.Tokenizer.from_buffer
-        try:
-            content = read_file(file, most_bytes=MOST_BYTES_OF_VOCABULARY)
-            self._tokenizer = read(content)
-        except OSError as error:
-            raise DataError(f"cannot read tokenizer {str(file)!r}: {error.strerror or error}") from None
-        except NotSentencePieceError as error:
-            raise DataError(f"cannot read tokenizer {str(file)!r}: {error}") from None
-        except Exception as error:  # the Rust parser's errors have no class of their own
-            what = "a SentencePiece model" if is_sentencepiece else "a Hugging Face tokenizer.json"
-            raise DataError(f"{str(file)!r} is not {what}: {error}") from None
+        read = read_tokenizer(file)
+        config = read.config
+        self._tokenizer = read.backend
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        config = _tokenizer_config(file.with_name("tokenizer_config.json"))
-        # a tokenizer.json says itself what is added, whatever tokenizer_config.json says
-        self._adds_bos = is_sentencepiece and config.get("add_bos_token") is not False
+        self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(self.vocabulary.values(), default=-1)
         self._splits_special_tokens = config.get("split_special_tokens") is True
         self.chat_template = _chat_template(file.parent, config.get("chat_template"))
-        self.bos_id = _special_id(self._tokenizer, file, config.get("bos_token"), LLAMA_BOS_TOKENS)
-        eos_id = _special_id(self._tokenizer, file, config.get("eos_token"), LLAMA_EOS_TOKENS)
+        self.bos_id = self._named_id(read.named.get("bos_token"), LLAMA_BOS_TOKENS)
+        eos_id = self._named_id(read.named.get("eos_token"), LLAMA_EOS_TOKENS)
         if eos_id is None:
             raise DataError(
                 f"tokenizer {str(file)!r} has no end-of-text token: it holds none of {', '.join(LLAMA_EOS_TOKENS)}; "
-                f"name it as 'eos_token' in {str(file.with_name('tokenizer_config.json'))!r}"
+                f"name it as 'eos_token' in {str(file.with_name(TOKENIZER_CONFIG))!r}"
             )
         self.eos_id = eos_id
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        found = {"bos_token": self._tokenizer.id_to_token(self.bos_id) if self.bos_id is not None else None}
-        found["eos_token"] = self._tokenizer.id_to_token(eos_id)
-        found |= {name: _token_name(config.get(name)) for name in NAMED_TOKENS if config.get(name) is not None}
-        self.named_tokens = {name: token for name, token in found.items() if token is not None}
-        digest = hashlib.sha256(content)
+        usual = {} if self.bos_id is None else {"bos_token": self._tokenizer.id_to_token(self.bos_id)}
+        usual["eos_token"] = self._tokenizer.id_to_token(eos_id)
+        self.named_tokens = usual | dict(read.named)
+        with self._working():
+            self._before, after = self._frame()
+        self._after = after if eos_id in after else (*after, eos_id)
+        digest = hashlib.sha256(read.content)
         digest.update(f"{self.bos_id} {self.eos_id}{' split' if self._splits_special_tokens else ''}".encode())
+        digest.update(f"{read.changes} {self._before} {self._after}".encode())
         self.fingerprint = digest.hexdigest()
+
+    def _named_id(self, name: str | None, usual: Sequence[str]) -> int | None:
+        """Return the id of a named token, else of the first usual one that exists, else None."""
+        ids = (self._tokenizer.token_to_id(token) for token in (usual if name is None else [name]))
+        return next((index for index in ids if index is not None), None)
+
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the tokenizer adds before and after a text."""
+        for text in ("a", *self.vocabulary):
+            encoding = self._tokenizer.encode(text)
+            own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+            if own:
+                return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        return (), ()
 
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """Return uint32 ids of each text, between BOS (if there is one) and EOS; runs on all cores."""
@@ -234,14 +233,10 @@ class HuggingFaceTokenizer:
         return [Encoded(np.array(ids, np.uint32), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens]
 
     def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
-        """Return the ids of a text, with what ``tokenizer.json`` adds.
-
-        As in transformers, ``add_bos_token`` in ``tokenizer_config.json`` counts only beside a ``tokenizer.model``: BOS
-        is added unless it is false.
-        """
+        """Return the ids of a text, with what the tokenizer adds."""
         with self._reading_special_tokens():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
-        return [self.bos_id, *ids] if adds_special and self._adds_bos and self.bos_id is not None else ids
+        return ids
 
     @contextmanager
     def _reading_special_tokens(self) -> Iterator[None]:
@@ -321,6 +316,18 @@ def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int
         yield rest
 
 
+def difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
+    """Return what a tokenizer changes of the ids that ``other`` gives, for a sentence; empty if they are the same."""
+    if tokenizer.fingerprint == other.fingerprint:
+        return ""
+    own = tokenizer.vocabulary
+    num_moved = sum(own.get(token) != index for token, index in other.vocabulary.items())
+    if num_moved:
+        return f"{num_moved:,} of {len(other.vocabulary):,} tokens have other ids or none"
+    num_more = len(own) - len(other.vocabulary)
+    return f"it has {num_more:,} more" if num_more else "the tokens are the same, but a text is cut otherwise"
+
+
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     """Return the smallest type that holds the ids of a tokenizer."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
@@ -338,43 +345,6 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
             f"{vocab_size}; choose {remedy}"
         )
-
-
-def _of_sentencepiece(content: bytes) -> "tokenizers.Tokenizer":
-    return SentencePieceModel.parse(content).tokenizer()
-
-
-def _tokenizer_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_file(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}; copy it again") from None
-    if not isinstance(config, dict):
-        raise DataError(f"{str(path)!r} is not a JSON object")
-    return config
-
-
-def _special_id(tokenizer: "tokenizers.Tokenizer", file: Path, configured: object, usual: Sequence[str]) -> int | None:
-    """Return the id of the configured token, else of the first usual one that exists, else None."""
-    name = _token_name(configured)
-    if name is None:
-        ids = (tokenizer.token_to_id(token) for token in usual)
-        return next((index for index in ids if index is not None), None)
-    index = tokenizer.token_to_id(name)
-    if index is None:
-        raise DataError(
-            f"{str(file.with_name('tokenizer_config.json'))!r} names the token {name!r}, "
-            f"which {str(file)!r} does not hold; the two files belong to different tokenizers"
-        )
-    return index
-
-
-def _token_name(configured: object) -> str | None:
-    """Return the spelling of a special token in ``tokenizer_config.json``, or None if there is none."""
-    name = configured.get("content") if isinstance(configured, dict) else configured
-    return None if name is None else str(name)
 
 
 def _chat_template(folder: Path, configured: object) -> TemplateSource | None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from llama_core.chain.conversation import Conversation
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import TextModel, choose_device
-from llama_core.chain.prepare import prepare_run
+from llama_core.chain.prepare import check_initial_weights, prepare_run
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import LLAMA3, MARKERS
@@ -328,6 +328,20 @@ def test_a_run_on_conversations_its_export_and_the_next_run_end_where_a_turn_doe
     following = RunConfig.from_mapping({"training": training, "launch": {"device": "cpu"}})
     kept = json.loads(prepare_run(following, tmp_path / "next").generation_config.read_text())
     assert kept["eos_token_id"] in (end_id, [end_id])
+
+
+@pytest.mark.parametrize("named", ["", "bytes", "special"])
+def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, exported, named):
+    own = special_folder(tmp_path / "special", CHATML_TURNS)
+    base = shutil.copytree(exported, tmp_path / "base")
+    for file in own.iterdir():
+        shutil.copy(file, base)
+    data = {"tokenizer": str(own) if named == "special" else named} if named else {}
+    training = {"init_from": str(base), "batch_size": 1, "seq_len": 32}
+    told = check_initial_weights(RunConfig.from_mapping({"training": training, "data": data}))
+    assert [f"data.tokenizer=bytes is another than {base}, with which" in line for line in told] == [True] * (
+        named == "bytes"
+    )
 
 
 def test_an_export_tells_the_end_of_a_turn_that_is_several_tokens(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from llama_core.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_fits, load_tokenizer
+from llama_core.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_fits, difference, load_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError
 
 
@@ -166,6 +166,21 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(llama2, mo
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(EnvironmentMismatchError, match="pip install 'tokenizers"):
         HuggingFaceTokenizer(llama2)
+
+
+def test_two_tokenizers_differ_in_ids_in_new_tokens_or_in_how_they_cut(tmp_path):
+    one = load_tokenizer(str(train_tokenizer(tmp_path / "one", ["<s>", "</s>"])))
+    more = load_tokenizer(str(train_tokenizer(tmp_path / "more", ["<s>", "</s>"], {"pad_token": "<pad>"})))
+    other = load_tokenizer(str(train_tokenizer(tmp_path / "other", ["</s>", "<s>"])))
+    plain = {"split_special_tokens": True}
+    split = load_tokenizer(str(train_tokenizer(tmp_path / "split", ["<s>", "</s>"], plain)))
+    again = load_tokenizer(str(tmp_path / "one" / "tokenizer.json"))
+    assert difference(again, one) == ""
+    assert difference(more, one) == "it has 1 more"
+    assert difference(one, more).startswith("1 of ")
+    assert difference(other, one).startswith("2 of ")
+    assert difference(ByteTokenizer(), one).endswith("tokens have other ids or none")
+    assert difference(split, one) == "the tokens are the same, but a text is cut otherwise"
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused():
