@@ -21,7 +21,15 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, difference, load_tokenizer, tokenizer_file
+from llama_core.data.tokenizer import (
+    BYTES,
+    SENTENCEPIECE,
+    HuggingFaceTokenizer,
+    difference,
+    load_tokenizer,
+    tokenizer_file,
+)
+from llama_core.data.tokenizer_files import TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.imports import importing_torch
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
@@ -33,7 +41,7 @@ from llama_core.records.files import open_file, own_file, read_file, read_json, 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's template, which takes precedence over one in ``tokenizer_config.json``."""
 _BESIDE_TOKENIZER = (
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     CHAT_TEMPLATE,
@@ -237,14 +245,14 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return {}
     try:
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
     except DataError as error:
         tell(f"no tokenizer: {error}")
         return {}
     special = {"eos_id": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_id": tokenizer.bos_id})
     if data.tokenizer == BYTES:
         try:
-            write_byte_tokenizer(folder)
+            write_byte_tokenizer(folder, adds_bos=data.add_bos_token is not False)
         except EnvironmentMismatchError as error:
             tell(f"no tokenizer: {error}")
         return special
@@ -255,11 +263,26 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
     for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER if not (folder / name).exists()):
         if beside.exists():
             _copy(beside, folder / beside.name, tell)
-    if not is_sentencepiece and not (folder / "tokenizer_config.json").exists():
+    if not is_sentencepiece and not (folder / TOKENIZER_CONFIG).exists():
         names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
         tokens = {_token(name): names[index] for name, index in special.items() if index in names}
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
+        _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        _write_bos(tokenizer, folder, is_forced=data.add_bos_token is not None)
     return special
+
+
+def _write_bos(tokenizer: HuggingFaceTokenizer, folder: Path, *, is_forced: bool) -> None:
+    """Let the tokenizer in ``folder`` begin a text as the run's, where its own files do not say so."""
+    described = folder / "tokenizer.json"
+    config = folder / TOKENIZER_CONFIG
+    if described.exists() and is_forced:
+        content = json.loads(described.read_bytes())
+        described.write_text(json.dumps(content | {"post_processor": tokenizer.post_processor}, ensure_ascii=False))
+    elif not described.exists() and (is_forced or not config.exists()):
+        usual = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(tokenizer.named_tokens)
+        said = json.loads(config.read_bytes()) if config.exists() else usual
+        _write_json(config, said | {"add_bos_token": tokenizer.bos_id in tokenizer.before})
 
 
 def _generation(
@@ -293,7 +316,11 @@ def _tell_other_ids(data: DataConfig, folder: Path, tell: Callable[[str], None])
     if data.tokenizer == BYTES or not _has_tokenizer(folder):
         return
     try:
-        found = difference(load_tokenizer(str(folder)), load_tokenizer(data.tokenizer))
+        here = load_tokenizer(str(folder))
+        own = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+        found = "a text begins otherwise" if here.before != own.before else ""
+        if not found and data.add_bos_token is None:
+            found = difference(here, own)
     except DataError as error:
         found = str(error)
     if found:

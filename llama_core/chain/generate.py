@@ -12,7 +12,7 @@ from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.tokenizer import check_fits, decode_stream, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer, decode_stream, model_tokenizer
 from llama_core.errors import (
     ConfigError,
     DataError,
@@ -84,8 +84,7 @@ class TextModel:
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: generate at least 1")
         self.weights, self.config = find_model(source, step, tell)
-        self.tokenizer = load_tokenizer(tokenizer_of(self.weights, self.config, tokenizer))
-        check_fits(self.tokenizer, self.config.spec.vocab_size)
+        self.tokenizer = own_tokenizer(self.weights, self.config, tokenizer)
         self.ends = ends_of_texts(self.weights, self.config, self.tokenizer)
         """The sequences of tokens that end any text."""
         self._device = choose_device(device, self.config, dtype)
@@ -108,7 +107,8 @@ class TextModel:
             WeightsError: while generating, if logits are not finite.
         """
         check_text(prompt, "prompt")
-        ids = self.tokenizer.encode_documents([prompt])[0][:-1].tolist()
+        document = self.tokenizer.encode_documents([prompt])[0].tolist()
+        ids = document[: -len(self.tokenizer.after)]
         self.refuse_full(ids, "prompt")
         return self.pieces_after(ids, self.ends)
 
@@ -189,6 +189,16 @@ def tokenizer_of(source: Path, config: RunConfig, asked: str | None) -> str:
     if brought is None:
         raise DataError(f"{source} holds no tokenizer.json; name one with --tokenizer, or bytes if it learnt bytes")
     return config.data.tokenizer
+
+
+def own_tokenizer(weights: Path, config: RunConfig, asked: str | None) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Raises:
+        DataError: if there is none, or it does not fit the model.
+    """
+    named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, asked)})
+    return model_tokenizer(named, config.spec)
 
 
 def check_text(text: str, what: str) -> None:

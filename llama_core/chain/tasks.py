@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from llama_core.chain.checkpoints import Best
 from llama_core.chain.conversation import template_of
 from llama_core.chain.ends import end_of_turn, ends_of_texts
-from llama_core.chain.generate import check_text
-from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask, own_tokenizer
+from llama_core.chain.generate import check_text, own_tokenizer
+from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import ChatTemplate

@@ -1,6 +1,7 @@
 """Text to token ids and back: bytes, built in, or a Hugging Face tokenizer from disk."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -10,9 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from llama_core.config.settings import SAMPLE
+from llama_core.config.models import ModelSpec
+from llama_core.config.settings import SAMPLE, DataConfig
 from llama_core.data.sample import sample_tokenizer
-from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG, read_tokenizer
+from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG, frame_texts, read_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.hub import folder_of
 from llama_core.imports import how_to_install
@@ -62,7 +64,7 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Id that begins each document; None if the tokenizer has none."""
+        """Id of BOS; None if the tokenizer has none."""
 
     @property
     def eos_id(self) -> int:
@@ -80,8 +82,20 @@ class Tokenizer(Protocol):
     def fingerprint(self) -> str:
         """Digest that two tokenizers share only if they give the same ids."""
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Ids that begin each text: BOS, or nothing."""
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Ids that end each text: EOS."""
+
+    @property
+    def beyond(self) -> Mapping[int, str]:
+        """Added tokens beyond the model's vocabulary, which no text may spell; see ``model_tokenizer``."""
+
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return the ids of each text, between BOS (if there is one) and EOS."""
+        """Return the ids of each text, between ``before`` and ``after``."""
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
@@ -107,27 +121,36 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are ordinary bytes."""
+    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are ordinary bytes.
+
+    Args:
+        adds_bos: whether a text begins with BOS.
+    """
 
     name = BYTES
     vocab_size = 258
     bos_id = 256
     eos_id = 257
+    after = (eos_id,)
     vocabulary: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(256)}
     special_ids = frozenset[int]()
-    fingerprint = "bytes-256-257"
+    beyond: Mapping[int, str] = {}
     named_tokens: Mapping[str, str] = {"bos_token": LLAMA_BOS_TOKENS[0], "eos_token": LLAMA_EOS_TOKENS[0]}
     chat_template = None
 
+    def __init__(self, *, adds_bos: bool = True) -> None:
+        self.before = (self.bos_id,) if adds_bos else ()
+        self.fingerprint = "bytes-256-257" if adds_bos else "bytes-257"
+
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return uint16 ids of each text, between BOS and EOS."""
+        """Return uint16 ids of each text, between ``before`` and ``after``."""
         return [self._encode(text.encode()) for text in texts]
 
     def _encode(self, data: bytes) -> npt.NDArray[Any]:
-        ids = np.empty(len(data) + 2, np.uint16)
-        ids[0] = self.bos_id
+        ids = np.empty(len(self.before) + len(data) + 1, np.uint16)
+        ids[: len(self.before)] = self.bos_id
         ids[-1] = self.eos_id
-        ids[1:-1] = np.frombuffer(data, np.uint8)
+        ids[len(self.before) : -1] = np.frombuffer(data, np.uint8)
         return ids
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
@@ -141,8 +164,8 @@ class ByteTokenizer:
         return Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.uint16), begins, begins + 1)
 
     def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
-        """Return the bytes of a text, after BOS if ``adds_special``."""
-        return [*([self.bos_id] if adds_special else ()), *text.encode()]
+        """Return the bytes of a text, after ``before`` if ``adds_special``."""
+        return [*(self.before if adds_special else ()), *text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; ids that are not bytes are left out, invalid UTF-8 is replaced."""
@@ -157,13 +180,14 @@ class HuggingFaceTokenizer:
 
     Args:
         path: one of these files, or a folder that holds one.
+        adds_bos: whether a text begins with BOS; None if the files say so.
 
     Raises:
-        DataError: if there is no readable tokenizer, or its EOS cannot be found.
+        DataError: if there is no readable tokenizer, or its EOS, or a BOS that is to be added, cannot be found.
         EnvironmentMismatchError: if the package ``tokenizers`` is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
         if find_spec("tokenizers") is None:
             raise EnvironmentMismatchError(
                 f"tokenizer {str(path)!r} needs the package 'tokenizers'; {how_to_install('tokenizers')}"
@@ -193,12 +217,15 @@ class HuggingFaceTokenizer:
         usual = {} if self.bos_id is None else {"bos_token": self._tokenizer.id_to_token(self.bos_id)}
         usual["eos_token"] = self._tokenizer.id_to_token(eos_id)
         self.named_tokens = usual | dict(read.named)
+        self.beyond: Mapping[int, str] = {}
         with self._working():
-            self._before, after = self._frame()
-        self._after = after if eos_id in after else (*after, eos_id)
+            self.before, after = self._frame()
+        if adds_bos is not None:
+            self._force_bos(after, adds_bos=adds_bos)
+        self.after = after if eos_id in after else (*after, eos_id)
         digest = hashlib.sha256(read.content)
         digest.update(f"{self.bos_id} {self.eos_id}{' split' if self._splits_special_tokens else ''}".encode())
-        digest.update(f"{read.changes} {self._before} {self._after}".encode())
+        digest.update(f"{read.changes} {self.before} {self.after}".encode())
         self.fingerprint = digest.hexdigest()
 
     def _named_id(self, name: str | None, usual: Sequence[str]) -> int | None:
@@ -215,12 +242,60 @@ class HuggingFaceTokenizer:
                 return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
         return (), ()
 
+    def _force_bos(self, after: Sequence[int], *, adds_bos: bool) -> None:
+        """Let a text begin with BOS, or not, whatever the files say."""
+        if adds_bos and self.bos_id is None:
+            raise DataError(
+                f"data.add_bos_token=true: tokenizer {self.name!r} has no BOS; name it as 'bos_token' in its "
+                f"{TOKENIZER_CONFIG}, or leave the key out"
+            )
+        others = [index for index in self.before if index != self.bos_id]
+        self.before = (*([self.bos_id] if adds_bos and self.bos_id is not None else ()), *others)
+        frame_texts(
+            self._tokenizer, *([self._tokenizer.id_to_token(index) for index in ids] for ids in (self.before, after))
+        )
+
+    @property
+    def post_processor(self) -> Any:
+        """What adds tokens before and after a text, as ``tokenizer.json`` has it."""
+        return json.loads(self._tokenizer.to_str())["post_processor"]
+
+    def fit(self, vocab_size: int) -> None:
+        """Refuse from now on each text that spells an added token beyond a model's vocabulary.
+
+        Raises:
+            DataError: if other tokens are beyond it.
+        """
+        if self.vocab_size <= vocab_size:
+            return
+        added = self._tokenizer.get_added_tokens_decoder()
+        beyond = {index: token for token, index in self.vocabulary.items() if index >= vocab_size}
+        needed = {*self.before, *self.after}
+        if not beyond.keys() <= added.keys() - needed:
+            raise too_large(self, vocab_size, "the model's own tokenizer, or 'bytes'")
+        self.beyond = beyond
+        self.vocab_size = vocab_size
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} below {vocab_size}".encode()).hexdigest()
+
+    def _within(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the ids of a text.
+
+        Raises:
+            DataError: if one is beyond the model's vocabulary.
+        """
+        if self.beyond and len(ids) and (largest := int(ids.max())) >= self.vocab_size:
+            raise DataError(
+                f"a text spells {self.beyond[largest]!r}, token {largest} of tokenizer {self.name!r}, but the model "
+                f"has only {self.vocab_size}; take it out of the data or the chat template, or choose a model with it"
+            )
+        return ids
+
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return uint32 ids of each text, between BOS (if there is one) and EOS; runs on all cores."""
-        before = [] if self.bos_id is None else [self.bos_id]
+        """Return uint32 ids of each text, between ``before`` and ``after``; runs on all cores."""
         with self._working():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
+        framed = ([*self.before, *encoding.ids, *self.after] for encoding in encodings)
+        return [self._within(np.array(ids, np.uint32)) for ids in framed]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return uint32 ids of each text, which spells its own special tokens; runs on all cores.
@@ -230,12 +305,15 @@ class HuggingFaceTokenizer:
         with self._reading_special_tokens():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         tokens = ((encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings)
-        return [Encoded(np.array(ids, np.uint32), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens]
+        return [
+            Encoded(self._within(np.array(ids, np.uint32)), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens
+        ]
 
     def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
         """Return the ids of a text, with what the tokenizer adds."""
         with self._reading_special_tokens():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
+        self._within(np.array(ids, np.uint32))
         return ids
 
     @contextmanager
@@ -270,8 +348,38 @@ def tokenizer_file(path: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def load_tokenizer(source: str) -> Tokenizer:
+def model_tokenizer(data: DataConfig, spec: ModelSpec) -> Tokenizer:
+    """Return the tokenizer of a run, which fits the vocabulary of its model.
+
+    Added tokens beyond it, such as a ``<pad>`` that was never trained, are kept: ``beyond`` has them, and a text that
+    spells one is refused.
+
+    Raises:
+        DataError: if there is no such tokenizer, or its ids exceed the vocabulary.
+        HubError, EnvironmentMismatchError: as ``load_tokenizer``.
+    """
+    tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.fit(spec.vocab_size)
+    elif tokenizer.vocab_size > spec.vocab_size:
+        raise too_large(tokenizer, spec.vocab_size, "a model with more")
+    return tokenizer
+
+
+def too_large(tokenizer: Tokenizer, vocab_size: int, remedy: str) -> DataError:
+    """Return the error of a tokenizer with more tokens than a model has."""
+    return DataError(
+        f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
+        f"{vocab_size}; choose {remedy}"
+    )
+
+
+def load_tokenizer(source: str, *, adds_bos: bool | None = None) -> Tokenizer:
     """Return the tokenizer that ``source`` names: 'bytes', 'sample', a file, its folder, or a repository of the Hub.
+
+    Args:
+        source: its name.
+        adds_bos: whether a text begins with BOS; None for the tokenizer's own rule.
 
     Raises:
         DataError: if there is no such tokenizer.
@@ -279,9 +387,9 @@ def load_tokenizer(source: str) -> Tokenizer:
         EnvironmentMismatchError: if it needs a package that is missing.
     """
     if source == BYTES:
-        return ByteTokenizer()
+        return ByteTokenizer(adds_bos=adds_bos is not False)
     if source == SAMPLE:
-        return HuggingFaceTokenizer(sample_tokenizer(cache_directory(None)))
+        return HuggingFaceTokenizer(sample_tokenizer(cache_directory(None)), adds_bos=adds_bos)
     path = folder_of(source)
     wanted = tokenizer_file(path)
     if not wanted.is_file():
@@ -289,7 +397,7 @@ def load_tokenizer(source: str) -> Tokenizer:
             f"no tokenizer {source!r}: {str(wanted)!r} does not exist; use 'bytes', or the path of a Hugging Face "
             f"tokenizer.json, of SentencePiece's {SENTENCEPIECE}, or of a folder that holds one"
         )
-    return HuggingFaceTokenizer(path)
+    return HuggingFaceTokenizer(path, adds_bos=adds_bos)
 
 
 def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
@@ -331,20 +439,6 @@ def difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     """Return the smallest type that holds the ids of a tokenizer."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-
-
-def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids exceed a model's vocabulary of ``vocab_size``.
-
-    Raises:
-        DataError: if they do.
-    """
-    if tokenizer.vocab_size > vocab_size:
-        remedy = "a model with more" if tokenizer.name == BYTES else "the model's own tokenizer, or 'bytes'"
-        raise DataError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
-            f"{vocab_size}; choose {remedy}"
-        )
 
 
 def _chat_template(folder: Path, configured: object) -> TemplateSource | None:
