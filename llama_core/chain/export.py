@@ -21,15 +21,8 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import (
-    BYTES,
-    SENTENCEPIECE,
-    HuggingFaceTokenizer,
-    difference,
-    load_tokenizer,
-    tokenizer_file,
-)
-from llama_core.data.tokenizer_files import TOKENIZER_CONFIG
+from llama_core.data.tokenizer import BYTES, HuggingFaceTokenizer, difference, load_tokenizer, tokenizer_file
+from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.imports import importing_torch
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends

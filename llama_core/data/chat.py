@@ -325,6 +325,11 @@ def notes(
                 f"tokenizer {data.tokenizer!r} reads {', '.join(chat.missing_markers)} of {chat.template.name} as "
                 "plain text, many tokens each"
             )
+        if data.loss_on == "assistant" and not _learns_end_of_turn(chat.template):
+            yield (
+                f"chat template {chat.template.name!r} leaves the end of a turn out of its generation block, so the "
+                "model does not learn to end one; move {% endgeneration %} behind it"
+            )
         if conversations.num_with_tools and not chat.template.tool_support(with_tools=True).shows_tools:
             yield (
                 f"chat template {chat.template.name!r} ignores tools: {conversations.num_with_tools:,} conversations "
@@ -340,6 +345,13 @@ def notes(
         )
     for key, value in data.model_dump(include={"chat_template", "loss_on"}, exclude_defaults=True).items():
         yield f"data.{key}={value} has no effect: {data.name!r} holds no conversations"
+
+
+def _learns_end_of_turn(template: ChatTemplate) -> bool:
+    try:
+        return template.learns_end_of_turn
+    except (TemplateRefusalError, ValueError):  # it takes no conversation of two turns, or does not write the answer
+        return True
 
 
 def encode(

@@ -214,8 +214,8 @@ class HuggingFaceTokenizer:
         self.eos_id = eos_id
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        usual = {} if self.bos_id is None else {"bos_token": self._tokenizer.id_to_token(self.bos_id)}
-        usual["eos_token"] = self._tokenizer.id_to_token(eos_id)
+        usual = {} if self.bos_id is None else {"bos_token": self._spelled(self.bos_id)}
+        usual["eos_token"] = self._spelled(eos_id)
         self.named_tokens = usual | dict(read.named)
         self.beyond: Mapping[int, str] = {}
         with self._working():
@@ -249,11 +249,12 @@ class HuggingFaceTokenizer:
                 f"data.add_bos_token=true: tokenizer {self.name!r} has no BOS; name it as 'bos_token' in its "
                 f"{TOKENIZER_CONFIG}, or leave the key out"
             )
-        others = [index for index in self.before if index != self.bos_id]
-        self.before = (*([self.bos_id] if adds_bos and self.bos_id is not None else ()), *others)
-        frame_texts(
-            self._tokenizer, *([self._tokenizer.id_to_token(index) for index in ids] for ids in (self.before, after))
-        )
+        others = tuple(index for index in self.before if index != self.bos_id)
+        self.before = (self.bos_id, *others) if adds_bos and self.bos_id is not None else others
+        frame_texts(self._tokenizer, map(self._spelled, self.before), map(self._spelled, after))
+
+    def _spelled(self, index: int) -> str:
+        return str(self._tokenizer.id_to_token(index))
 
     @property
     def post_processor(self) -> Any:

@@ -204,7 +204,10 @@ class _Files:
                 f"{str(self._file)!r} holds a model of type {model['type']}, not the BPE of a {self._class}; correct "
                 f"tokenizer_class in {str(self._file.with_name(TOKENIZER_CONFIG))!r}"
             )
-        merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+        merges = []
+        for merge in model["merges"]:
+            left, right = merge.split(" ") if isinstance(merge, str) else merge
+            merges.append((left, right))
         build = self._llama if self._class in (_LLAMA, _CODE_LLAMA) else self._byte_level
         rebuilt = build(model["vocab"], merges)
         if backend.post_processor is not None and self._class != _GPT_NEOX:
