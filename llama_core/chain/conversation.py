@@ -3,6 +3,7 @@
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+from llama_core.chain.ends import end_of_turn, trains_on_conversations
 from llama_core.chain.generate import TextModel, check_text
 from llama_core.config.run import RunConfig
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
@@ -11,9 +12,6 @@ from llama_core.data.chat_template import ChatTemplate
 from llama_core.data.rendering import Message, TemplateRefusalError
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
-from llama_core.models.pretrained import is_checkpoint
-from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_json
 
 
 class Conversation:
@@ -112,18 +110,4 @@ def template_of(weights: Path, config: RunConfig, tokenizer: Tokenizer) -> ChatT
 def _has_chat_template(weights: Path, config: RunConfig, tokenizer: Tokenizer) -> bool:
     if config.data.chat_template or tokenizer.chat_template or config.spec.instruct:
         return True
-    data = RunDirectory(weights.absolute().parents[1]).data if is_checkpoint(weights) else None
-    return data is not None and data.exists() and read_json(data).get("chat_template") is not None
-
-
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
-    """Return the tokens with which a template ends the assistant's turn, as the only element, if it does.
-
-    Raises:
-        DataError: if the template refuses a conversation of two turns.
-    """
-    try:
-        end = template.end_of_turn
-    except TemplateRefusalError as error:
-        raise DataError(f"chat template {template.name!r} refuses a conversation: {error}") from None
-    return frozenset({tuple(tokenizer.encode_rendered([end])[0].ids.tolist())} if end else ())
+    return trains_on_conversations(weights)

@@ -16,7 +16,7 @@ from llama_core.data.datasets import batches_of_rows, load_datasets, rows_spread
 from llama_core.data.packing import PackedDataset, pack
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
-from llama_core.data.tokenizer import check_fits, load_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
@@ -232,8 +232,7 @@ def _rows(
 def _named_rows(
     sources: Mapping[str, DataSource], data: DataConfig, spec: ModelSpec, seq_len: int
 ) -> dict[str, PackedDataset]:
-    tokenizer = load_tokenizer(data.tokenizer)
-    check_fits(tokenizer, spec.vocab_size)
+    tokenizer = model_tokenizer(data, spec)
     rows = {}
     for name, source in sources.items():
         cache = tokenised(source, data, tokenizer, spec, None).cache

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from llama_core.chain.checkpoints import Best, checkpoints_to_average, find_checkpoint
+from llama_core.chain.ends import end_of_learnt_turn
 from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import ModelSpec
@@ -20,11 +21,12 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import BYTES, SENTENCEPIECE, load_tokenizer, tokenizer_file
+from llama_core.data.tokenizer import BYTES, HuggingFaceTokenizer, difference, load_tokenizer, tokenizer_file
+from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.imports import importing_torch
-from llama_core.models.generation_config import GENERATION_CONFIG, generation_config, with_special_tokens
+from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, saved_run
 from llama_core.records.directory import RunDirectory
@@ -33,7 +35,7 @@ from llama_core.records.files import open_file, own_file, read_file, read_json, 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's template, which takes precedence over one in ``tokenizer_config.json``."""
 _BESIDE_TOKENIZER = (
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     CHAT_TEMPLATE,
@@ -98,10 +100,14 @@ def export_run(
         with new_folder_beside(out.absolute()) as writing:
             special = _write_tokenizer(config.data, writing, tell)
             _write_chat_template(run, config, writing, tell)
+            generation = _generation(checkpoint, config, special, tell)
             if _is_for_peft(config.spec) and not merged:
+                _write_ends_beside_base(checkpoint, writing, generation, special, tell)
                 _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
             else:
-                _write_model(checkpoint, others, config, writing, dtype=dtype, special=special, tell=tell)
+                _write_json(writing / GENERATION_CONFIG, generation)
+                _write_model(checkpoint, others, config, writing, dtype=dtype, generation=generation, tell=tell)
+            _tell_other_ids(config.data, writing, tell)
             refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:
@@ -183,7 +189,7 @@ def _write_model(
     folder: Path,
     *,
     dtype: str,
-    special: dict[str, int],
+    generation: dict[str, Any],
     tell: Callable[[str], None],
 ) -> None:
     with importing_torch():
@@ -191,10 +197,10 @@ def _write_model(
 
     if config.spec.lora is not None:
         tell(f"adapters added to {_base(checkpoint, config)}")
-    generation = with_special_tokens(generation_config(checkpoint), special)
-    described = config_json(config.spec, dtype, bos_id=special.get("bos_id"), eos_id=generation.get("eos_token_id"))
-    _write_json(folder / "config.json", described)
-    _write_json(folder / GENERATION_CONFIG, generation)
+    ends = generation.get("eos_token_id")
+    _write_json(
+        folder / "config.json", config_json(config.spec, dtype, bos_id=generation.get("bos_token_id"), eos_id=ends)
+    )
     write_hugging_face(
         checkpoint, config.spec, folder, dtype=dtype, others=others, on_file=lambda name: tell(f"wrote {name}")
     )
@@ -233,14 +239,14 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return {}
     try:
-        tokenizer = load_tokenizer(data.tokenizer)
+        tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
     except DataError as error:
         tell(f"no tokenizer: {error}")
         return {}
     special = {"eos_id": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_id": tokenizer.bos_id})
     if data.tokenizer == BYTES:
         try:
-            write_byte_tokenizer(folder)
+            write_byte_tokenizer(folder, adds_bos=data.add_bos_token is not False)
         except EnvironmentMismatchError as error:
             tell(f"no tokenizer: {error}")
         return special
@@ -252,10 +258,12 @@ def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]
         if beside.exists():
             _copy(beside, folder / beside.name, tell)
     _copy_other_templates(file.with_name(CHAT_TEMPLATES), folder / CHAT_TEMPLATES, tell)
-    if not is_sentencepiece and not (folder / "tokenizer_config.json").exists():
+    if not is_sentencepiece and not (folder / TOKENIZER_CONFIG).exists():
         names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
         tokens = {_token(name): names[index] for name, index in special.items() if index in names}
-        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
+        _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        _write_bos(tokenizer, folder, is_forced=data.add_bos_token is not None)
     return special
 
 
@@ -269,12 +277,85 @@ def _copy_other_templates(folder: Path, to: Path, tell: Callable[[str], None]) -
         _copy(template, to / template.name, tell)
 
 
+def _write_bos(tokenizer: HuggingFaceTokenizer, folder: Path, *, is_forced: bool) -> None:
+    """Let the tokenizer in ``folder`` begin a text as the run's, where its own files do not say so."""
+    described = folder / "tokenizer.json"
+    config = folder / TOKENIZER_CONFIG
+    if described.exists() and is_forced:
+        content = json.loads(described.read_bytes())
+        described.write_text(json.dumps(content | {"post_processor": tokenizer.post_processor}, ensure_ascii=False))
+    elif not described.exists() and (is_forced or not config.exists()):
+        usual = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(tokenizer.named_tokens)
+        said = json.loads(config.read_bytes()) if config.exists() else usual
+        _write_json(config, said | {"add_bos_token": tokenizer.bos_id in tokenizer.before})
+
+
+def _generation(
+    checkpoint: Path, config: RunConfig, special: dict[str, int], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return how the exported model generates, with every token that ends a text or a turn."""
+    generation = generation_config(checkpoint)
+    if not special:
+        return generation
+    ends = [special["eos_id"]]
+    if "bos_id" in special:
+        generation = {"bos_token_id": special["bos_id"]} | generation
+    try:
+        learnt = end_of_learnt_turn(checkpoint, config, load_tokenizer(config.data.tokenizer))
+    except DataError as error:
+        tell(f"no end of a turn: {error}")
+        learnt = frozenset()
+    for end in learnt:
+        if len(end) == 1:
+            ends += end
+        else:
+            tell(
+                f"a turn ends with {len(end)} tokens {list(end)}, which {GENERATION_CONFIG} cannot name; "
+                "give their text to the server as a stop string"
+            )
+    return with_ends(generation, ends)
+
+
+def _tell_other_ids(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Tell of a tokenizer that gives other ids in its new folder: beside another ``config.json``, or without a file."""
+    if data.tokenizer == BYTES or not _has_tokenizer(folder):
+        return
+    try:
+        here = load_tokenizer(str(folder))
+        own = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+        found = "a text begins otherwise" if here.before != own.before else ""
+        if not found and data.add_bos_token is None:
+            found = difference(here, own)
+    except DataError as error:
+        found = str(error)
+    if found:
+        tell(f"the tokenizer is another here than in {data.tokenizer}: {found}; check tokenizer_config.json")
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE))
+
+
+def _write_ends_beside_base(
+    checkpoint: Path, folder: Path, generation: dict[str, Any], special: dict[str, int], tell: Callable[[str], None]
+) -> None:
+    """Write the ends of an adapters' model, if there are any that neither its base nor its tokenizer names."""
+    known = {*end_tokens(generation_config(checkpoint)), *special.values()}
+    more = [end for end in end_tokens(generation) if end not in known]
+    if more:
+        _write_json(folder / GENERATION_CONFIG, generation)
+        tell(
+            f"a turn ends with token {', '.join(map(str, more))}, which {GENERATION_CONFIG} of the base does not name; "
+            "name it to a server that reads that one"
+        )
+
+
 def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
     """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another.
 
     Templates for other purposes go with the one that they came with: they would not be what the run has learnt.
     """
-    if not any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE)):
+    if not _has_tokenizer(folder):
         return
     if not run.data.exists() or read_json(run.data).get("chat_template") is None:  # it was trained on none
         return

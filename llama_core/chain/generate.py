@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_core.chain.checkpoints import Best, find_checkpoint
+from llama_core.chain.ends import ends_of_texts
 from llama_core.config.hugging_face import ignored_settings
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.tokenizer import Tokenizer, check_fits, decode_stream, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer, decode_stream, model_tokenizer
 from llama_core.errors import (
     ConfigError,
     DataError,
@@ -23,7 +24,6 @@ from llama_core.errors import (
 )
 from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
-from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.models.pretrained import (
     has_own_head,
     is_checkpoint,
@@ -86,9 +86,8 @@ class TextModel:
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: generate at least 1")
         self.weights, self.config = find_model(source, step, tell)
-        self.tokenizer = load_tokenizer(tokenizer_of(self.weights, self.config, tokenizer))
-        check_fits(self.tokenizer, self.config.spec.vocab_size)
-        self.ends = ends_of_texts(self.weights, self.tokenizer)
+        self.tokenizer = own_tokenizer(self.weights, self.config, tokenizer)
+        self.ends = ends_of_texts(self.weights, self.config, self.tokenizer)
         """The sequences of tokens that end any text."""
         self._device = choose_device(device, self.config, dtype)
         self._dtype = dtype
@@ -110,7 +109,8 @@ class TextModel:
             WeightsError: while generating, if logits are not finite.
         """
         check_text(prompt, "prompt")
-        ids = self.tokenizer.encode_documents([prompt])[0][:-1].tolist()
+        document = self.tokenizer.encode_documents([prompt])[0].tolist()
+        ids = document[: -len(self.tokenizer.after)]
         self.refuse_full(ids, "prompt")
         return self.pieces_after(ids, self.ends)
 
@@ -204,10 +204,14 @@ def tokenizer_of(source: Path, config: RunConfig, asked: str | None) -> str:
     return config.data.tokenizer
 
 
-def ends_of_texts(weights: Path, tokenizer: Tokenizer) -> frozenset[tuple[int, ...]]:
-    """Return the sequences of tokens that end any text: EOS, and those that the weights' folder or run names."""
-    ends = (tokenizer.eos_id, *end_tokens(generation_config(weights)))
-    return frozenset((end,) for end in ends)
+def own_tokenizer(weights: Path, config: RunConfig, asked: str | None) -> Tokenizer:
+    """Return the tokenizer of a model.
+
+    Raises:
+        DataError: if there is none, or it does not fit the model.
+    """
+    named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, asked)})
+    return model_tokenizer(named, config.spec)
 
 
 def check_text(text: str, what: str) -> None:

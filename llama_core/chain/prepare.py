@@ -6,6 +6,7 @@ from pathlib import Path
 
 from llama_core.chain.console import say
 from llama_core.chain.downloads import INITIAL_WEIGHTS, record_sources, resolve
+from llama_core.chain.ends import end_of_learnt_turn, trains_on_conversations
 from llama_core.chain.paths import absolute, data_from_anywhere
 from llama_core.chain.planned import PlannedRun, on_nodes, plan_run, planned_as, with_fewest, with_keys
 from llama_core.chain.runs import (
@@ -21,16 +22,18 @@ from llama_core.chain.runs import (
 )
 from llama_core.chain.tasks import Asked, find_tasks
 from llama_core.chain.tokenize import refuse_long_wait
+from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.statistics import DataStatistics
+from llama_core.data.tokenizer import difference, load_tokenizer
 from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
-from llama_core.models.generation_config import generation_config
-from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained
+from llama_core.models.generation_config import generation_config, with_ends
+from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained, saved_run
 from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import data_digests, newest_checkpoint, newest_step
@@ -159,8 +162,22 @@ def _keep_generation_config(run: RunDirectory, init_from: str | None) -> None:
     """Write how the initial weights generate, for exports: once the run has a checkpoint, they may be gone."""
     if init_from is None or run.generation_config.exists():
         return
-    if generation := generation_config(Path(init_from)):
+    source = Path(init_from)
+    if generation := with_ends(generation_config(source), _learnt_ends(source)):
         write_json(run.generation_config, generation)
+
+
+def _learnt_ends(source: Path) -> list[int]:
+    """Return the token that ends a turn of the conversations that a checkpoint has learnt, which its export names."""
+    if not trains_on_conversations(source):
+        return []
+    before = saved_run(source)
+    try:
+        ends = end_of_learnt_turn(source, before, load_tokenizer(before.data.tokenizer))
+    except DataError as error:
+        say("note", f"the end of the turns that {source} has learnt is unknown: {error}")
+        return []
+    return [end[0] for end in ends if len(end) == 1]
 
 
 def _with_kept_plan(planned: PlannedRun, run: RunDirectory) -> PlannedRun:
@@ -184,7 +201,8 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
     A run with a checkpoint no longer needs them, unless it trains adapters: checkpoints leave out frozen weights.
 
     Returns:
-        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own.
+        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own, and
+        for another tokenizer.
 
     Raises:
         WeightsError: if the weights are missing, incomplete or another model's, or their ``generation_config.json`` is
@@ -195,7 +213,25 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
         return []
     source = Path(resolve_pretrained(init_from))
     generation_config(source)  # the run keeps it
-    return check_pretrained(config.spec, source)
+    return check_pretrained(config.spec, source) + _other_tokenizer(config, source)
+
+
+def _other_tokenizer(config: RunConfig, source: Path) -> list[str]:
+    """Return a sentence if a run gives the tokens of its initial weights other ids."""
+    brought = settings_of_weights(str(source)).get("data")
+    if brought is None or config.data.source == DATALOADER:
+        return []
+    own = brought["tokenizer"]
+    try:
+        found = difference(load_tokenizer(config.data.tokenizer), load_tokenizer(own))
+    except DataError as error:  # the run's own is refused where the data are read
+        found = f"they cannot be compared: {error}"
+    if not found:
+        return []
+    return [
+        f"data.tokenizer={config.data.tokenizer} is another than {own}, with which {source} has learnt: {found}; "
+        "ignore this if it is intended"
+    ]
 
 
 def _needs_initial_weights(config: RunConfig, run: RunDirectory | None) -> bool:

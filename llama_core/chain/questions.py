@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Sel
 
 from llama_core.chain.checkpoints import Best
 from llama_core.chain.evaluation_ranks import answers_of_ranks
-from llama_core.chain.generate import choose_device, find_model, tokenizer_of
+from llama_core.chain.generate import choose_device, find_model, own_tokenizer
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
-from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
@@ -201,17 +201,6 @@ def steps_to_evaluate(source: Path, asked: int | Best | All | None) -> Sequence[
     if not steps:
         raise RunDirectoryError(f"{source} has no checkpoint; name a run's directory, or drop --step all")
     return sorted(steps)
-
-
-def own_tokenizer(weights: Path, config: RunConfig, asked: str | None) -> Tokenizer:
-    """Return the tokenizer of a model.
-
-    Raises:
-        DataError: if there is none, or it does not fit the model.
-    """
-    tokenizer = load_tokenizer(tokenizer_of(weights, config, asked))
-    check_fits(tokenizer, config.spec.vocab_size)
-    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llama_core.chain.checkpoints import Best
-from llama_core.chain.conversation import end_of_turn, template_of
-from llama_core.chain.generate import check_text, ends_of_texts
-from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask, own_tokenizer
+from llama_core.chain.conversation import template_of
+from llama_core.chain.ends import end_of_turn, ends_of_texts
+from llama_core.chain.generate import check_text, own_tokenizer
+from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import ChatTemplate
@@ -282,7 +283,7 @@ class _Ways:
 
     def __init__(self, weights: Path, config: RunConfig, tokenizer: Tokenizer, asked: Asked) -> None:
         self.template: ChatTemplate | None = None
-        self.ends = ends_of_texts(weights, tokenizer)
+        self.ends = ends_of_texts(weights, config, tokenizer)
         if asked.chat:
             self.template = template_of(weights, config, tokenizer)
             self.ends |= end_of_turn(self.template, tokenizer)

@@ -22,7 +22,7 @@ from llama_core.data.shard_store import find_shards, probably_missing, remove_ab
 from llama_core.data.shard_workers import Order, Start, build_orders, num_cores
 from llama_core.data.source_file import SourceFile, total_bytes
 from llama_core.data.tokenising import FoundSource, found_source, naming, writing_to
-from llama_core.data.tokenizer import check_fits, load_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.units import MIB, format_bytes, format_duration
 
@@ -139,8 +139,7 @@ def _wait(files: Sequence[SourceFile]) -> float:
 
 def _found(start: Start) -> list[FoundSource]:
     """Return the sources of a run, also those of held-out documents."""
-    tokenizer = load_tokenizer(start.data.tokenizer)
-    check_fits(tokenizer, start.spec.vocab_size)
+    tokenizer = model_tokenizer(start.data, start.spec)
     given = [*start.data.training_sources.values(), *start.data.validation_sources.values()]
     return [found_source(source, start.data, tokenizer, start.spec, reads=start.reads) for source in given]
 

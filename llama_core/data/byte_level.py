@@ -15,10 +15,14 @@ Source: ``bytes_to_unicode`` in src/encoder.py of github.com/openai/gpt-2.
 """
 
 
-def write_byte_tokenizer(folder: Path) -> None:
+def write_byte_tokenizer(folder: Path, *, adds_bos: bool = True) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` that give the ids of ``ByteTokenizer``.
 
-    A text begins with BOS, as Llama's do. Text that spells a special token is encoded as its bytes.
+    Text that spells a special token is encoded as its bytes.
+
+    Args:
+        folder: where to write.
+        adds_bos: whether a text begins with BOS, as Llama's do.
 
     Raises:
         EnvironmentMismatchError: if the package ``tokenizers`` is missing.
@@ -35,9 +39,10 @@ def write_byte_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([bos, eos])  # 256 and 257, which follow the bytes
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ByteTokenizer.bos_id)]
-    )
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ByteTokenizer.bos_id)]
+        )
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

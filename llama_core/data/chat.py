@@ -90,6 +90,8 @@ class ChatFormat:
 
     template: ChatTemplate
     loss_on: LossOn
+    frame: tuple[str, str] = ("", "")
+    """What a plain text begins and ends with: the tokenizer's BOS, or nothing, and its EOS."""
     missing_markers: tuple[str, ...] = ()
     """Special tokens of a published format that the tokenizer lacks and reads as plain text."""
 
@@ -180,9 +182,9 @@ class ChatFormat:
         return Document(text, location, replace(turns, messages=identity), is_good=labelled.is_good)
 
     def _text(self, prompt: str, answer: str) -> tuple[str, Turns]:
-        """Return a prompt and an answer that are plain texts between BOS and EOS, and what counts of them."""
-        begin = self.template.named_tokens.get("bos_token", "") + prompt
-        text = begin + answer + self.template.named_tokens.get("eos_token", "")
+        """Return a prompt and an answer that are plain texts, framed like others, and what counts of them."""
+        begin = self.frame[0] + prompt
+        text = begin + answer + self.frame[1]
         return text, Turns(((len(begin), len(text)),), "", 1, has_system=False, num_empty_turns=0)
 
     def _answer(
@@ -270,7 +272,27 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
         source = BUILT_IN.get(name) or TemplateSource(read_template(user_path(name)), name)
     newest = max((file.mtime_ns // 10**9 for file in files), default=time.time())
     template = ChatTemplate(source, tokenizer.named_tokens, datetime.fromtimestamp(newest, UTC).date())
-    return ChatFormat(template, data.loss_on, missing_markers=_missing_markers(name, tokenizer))
+    named = tokenizer.named_tokens
+    begins = named.get("bos_token", "") if tokenizer.bos_id in tokenizer.before else ""
+    frame = (begins, named.get("eos_token", ""))
+    return ChatFormat(template, data.loss_on, frame, _missing_markers(name, tokenizer))
+
+
+def about_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a sentence if the tokenizer has tokens that the model lacks."""
+    if tokenizer.beyond:
+        first = min(tokenizer.beyond)
+        yield (
+            f"tokenizer {tokenizer.name!r} has {len(tokenizer.beyond):,} added tokens beyond the model's "
+            f"{tokenizer.vocab_size:,}, such as {tokenizer.beyond[first]!r} ({first}); a text that spells it is refused"
+        )
+
+
+def about_frame(data: DataConfig, chat: ChatFormat) -> str:
+    """Return what each plain text begins and ends with, and who says so."""
+    begins, ends = chat.frame
+    rule = "the tokenizer" if data.add_bos_token is None else f"add_bos_token={str(data.add_bos_token).lower()}"
+    return f"a text ends with {ends} and begins with {begins or 'no BOS'} ({rule})"
 
 
 def _recognised(tokenizer: Tokenizer) -> str:
@@ -303,6 +325,11 @@ def notes(
                 f"tokenizer {data.tokenizer!r} reads {', '.join(chat.missing_markers)} of {chat.template.name} as "
                 "plain text, many tokens each"
             )
+        if data.loss_on == "assistant" and not _learns_end_of_turn(chat.template):
+            yield (
+                f"chat template {chat.template.name!r} leaves the end of a turn out of its generation block, so the "
+                "model does not learn to end one; move {% endgeneration %} behind it"
+            )
         if conversations.num_with_tools and not chat.template.tool_support(with_tools=True).shows_tools:
             yield (
                 f"chat template {chat.template.name!r} ignores tools: {conversations.num_with_tools:,} conversations "
@@ -318,6 +345,13 @@ def notes(
         )
     for key, value in data.model_dump(include={"chat_template", "loss_on"}, exclude_defaults=True).items():
         yield f"data.{key}={value} has no effect: {data.name!r} holds no conversations"
+
+
+def _learns_end_of_turn(template: ChatTemplate) -> bool:
+    try:
+        return template.learns_end_of_turn
+    except (TemplateRefusalError, ValueError):  # it takes no conversation of two turns, or does not write the answer
+        return True
 
 
 def encode(

@@ -202,6 +202,20 @@ class ChatTemplate:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
         return self.render(turns).rpartition(content)[2].strip()
 
+    @property
+    def learns_end_of_turn(self) -> bool:
+        """Whether what ends the assistant's turn is part of its span, and so counts in the loss.
+
+        Raises:
+            DataError: if the template is not valid Jinja.
+            TemplateRefusalError: if the template raises.
+        """
+        content = secrets.token_hex(8)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        text, spans = self.render_with_spans(turns)
+        ends = text.rindex(content) + len(content)
+        return not text[ends:].strip() or any(begin < ends < end for begin, end in spans)
+
     def render_with_spans(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the assistant's spans: content and end of turn, without the header.
 

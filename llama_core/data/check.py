@@ -7,13 +7,21 @@ from functools import partial
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DATALOADER, SAMPLE, DataConfig, DataSource, name_of, paths_of
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat import ChatFormat, ConversationCounts, chat_format, encode, notes
+from llama_core.data.chat import (
+    ChatFormat,
+    ConversationCounts,
+    about_frame,
+    about_vocabulary,
+    chat_format,
+    encode,
+    notes,
+)
 from llama_core.data.corpus import Document, Tally, read_documents
 from llama_core.data.find import find_files
 from llama_core.data.formats import FieldNames, FormatCounts
 from llama_core.data.source_file import SourceFile, total_bytes
 from llama_core.data.tokenising import refuse_sample
-from llama_core.data.tokenizer import Tokenizer, check_fits, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer, model_tokenizer
 from llama_core.data.undivided import TokenLayout
 from llama_core.errors import DataError
 from llama_core.objectives.traits import Reads
@@ -54,18 +62,21 @@ def check_data(data: DataConfig, spec: ModelSpec, *, reads: Reads = "documents")
     """
     if data.source == DATALOADER:
         return DataCheck("batches of the caller's own dataloader")
-    tokenizer = load_tokenizer(data.tokenizer)
-    check_fits(tokenizer, spec.vocab_size)
+    tokenizer = model_tokenizer(data, spec)
     first = partial(_first_records, data=data, spec=spec, tokenizer=tokenizer, reads=reads)
     sources = {name: first(source) for name, source in data.training_sources.items()}
     held_out = [first(source) for source in data.validation_sources.values()]
     found = list(sources.values())
     chat = next((one.chat for one in found if one.conversations.num_conversations), found[0].chat)
     conversations = sum((one.conversations for one in found), ConversationCounts())
-    about_training = notes(data, spec, chat, conversations, sum(one.num_documents for one in found))
+    num_documents = sum(one.num_documents for one in found)
+    about_training = notes(data, spec, chat, conversations, num_documents)
+    summaries = [f"{name}: {one.summary}" if name else one.summary for name, one in sources.items()]
+    if chat is not None and num_documents > conversations.num_conversations:
+        summaries.append(about_frame(data, chat))
     return DataCheck(
-        "; ".join(f"{name}: {one.summary}" if name else one.summary for name, one in sources.items()),
-        (*(note for one in (*found, *held_out) for note in one.about), *about_training),
+        "; ".join(summaries),
+        (*(note for one in (*found, *held_out) for note in one.about), *about_vocabulary(tokenizer), *about_training),
         _num_tokens(found),
         _num_tokens(held_out),
     )

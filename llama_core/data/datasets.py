@@ -17,7 +17,7 @@ from llama_core.data.packing import PackedConversations, PackedDataset, PackedLa
 from llama_core.data.selection import Selection, Split, everything, hold_out_known, hold_out_lowest
 from llama_core.data.statistics import DataStatistics, data_statistics
 from llama_core.data.tokenising import TokenisedSource, tokenised
-from llama_core.data.tokenizer import check_fits, load_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.objectives.next_token import NEXT_TOKEN
@@ -232,8 +232,7 @@ def load_datasets(
             source more often than its ``max_epochs``.
         EnvironmentMismatchError: if the tokenizer needs a package that is missing.
     """
-    tokenizer = load_tokenizer(data.tokenizer)
-    check_fits(tokenizer, spec.vocab_size)
+    tokenizer = model_tokenizer(data, spec)
 
     def all_tokenised(sources: Mapping[str, DataSource]) -> dict[str, TokenisedSource]:
         return {
@@ -278,7 +277,7 @@ def load_datasets(
         validation=validation,
         num_shared_documents=sum(split.held_out.num_documents for split in splits.values()) if held_out else 0,
         num_sequences=num_sequences,
-        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer,
     )
     if has_reference(objective):
         num_rows = sum(len(rows) for rows in (*in_all_lengths.values(), *validation.values()))

@@ -21,6 +21,7 @@ _LLAMA3_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """How Llama 3's tokenizer splits text before it merges bytes."""
+_BOS = "<|begin_of_text|>"
 
 # Installed packages, tests, bundled applications, and the generated tables of encodings.
 _LEFT_OUT = frozenset(
@@ -74,7 +75,7 @@ def sample_file(directory: Path, standard_library: Path | None = None) -> Path:
 def sample_tokenizer(directory: Path) -> Path:
     """Return the ``tokenizer.json`` of a byte-level BPE trained on the sample, training it the first time.
 
-    It splits text as Llama 3's tokenizer does, and has the names of its special tokens.
+    It splits text as Llama 3's tokenizer does, has the names of its special tokens, and begins a text with BOS.
 
     Args:
         directory: where the sample and the tokenizer are kept.
@@ -83,10 +84,10 @@ def sample_tokenizer(directory: Path) -> Path:
         DataError: if this Python lacks the source of its standard library.
         OSError: if a file cannot be written.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     sample = sample_file(directory)
-    file = sample.with_name(f"{sample.stem}-bpe-{SAMPLE_VOCABULARY}.json")
+    file = sample.with_name(f"{sample.stem}-bpe-{SAMPLE_VOCABULARY}-bos.json")
     if not file.exists():
         tokenizer = Tokenizer(models.BPE())
         split = pre_tokenizers.Split(Regex(_LLAMA3_WORDS), "isolated")
@@ -96,12 +97,14 @@ def sample_tokenizer(directory: Path) -> Path:
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=SAMPLE_VOCABULARY,
-            special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+            special_tokens=[_BOS, "<|end_of_text|>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
         with sample.open(encoding="utf-8") as lines:
             tokenizer.train_from_iterator((json.loads(line)[TEXT_FIELD] for line in lines), trainer)
+        special = [(_BOS, tokenizer.token_to_id(_BOS))]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{_BOS} $A", special_tokens=special)
         with atomic_write(file, replaces=False) as temporary:
             tokenizer.save(str(temporary))
     return file

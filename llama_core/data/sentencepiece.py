@@ -8,19 +8,22 @@ Source: sentencepiece_model.proto of https://github.com/google/sentencepiece, fo
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     import tokenizers
 
-_SPACE = "\u2581"
+SPACE = "\u2581"
 """Stands for a space in pieces."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Kinds of pieces; of the last, one spells each byte that no piece has."""
 _PIECES, _TRAINER, _NORMALIZER = range(1, 4)
 """The fields of a model."""
+_NAMED = {"unk_token": (40, b"<unk>"), "bos_token": (41, b"<s>"), "eos_token": (42, b"</s>")}
+"""The field of the trainer with the id of each, which is negative if there is none, and the usual piece; the field five
+after it names another piece."""
 _BPE = 2
 """The kind of model that Llama has."""
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\n")
@@ -47,6 +50,8 @@ class Piece(NamedTuple):
 class SentencePieceModel:
     """What a model says."""
 
+    names: Mapping[str, str]
+    """The pieces of BOS, EOS and of what is unknown, as ``bos_token``, ``eos_token`` and ``unk_token``."""
     pieces: tuple[Piece, ...]
     charsmap: bytes
     """How characters are normalised, compiled; empty if they stay as they are."""
@@ -71,7 +76,17 @@ class SentencePieceModel:
             pieces = tuple(_piece(_bytes(value)) for number, value in fields if number == _PIECES)
             trainer = dict(_fields(_bytes(dict(fields)[_TRAINER])))
             normalizer = dict(_fields(_bytes(dict(fields)[_NORMALIZER])))
-            model = cls(pieces, _bytes(normalizer.get(2, b"")), bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)))
+            model = cls(
+                {
+                    name: _bytes(trainer.get(field + 5, usual)).decode()
+                    for name, (field, usual) in _NAMED.items()
+                    if not _is_negative(trainer.get(field, 0))
+                },
+                pieces,
+                _bytes(normalizer.get(2, b"")),
+                bool(normalizer.get(3, 1)),
+                bool(normalizer.get(4, 1)),
+            )
         except (IndexError, KeyError, TypeError, ValueError, struct.error):
             raise NotSentencePieceError("it is no SentencePiece model; copy it again") from None
         own = [piece.text for piece in pieces if piece.kind == _USER_DEFINED]
@@ -82,9 +97,18 @@ class SentencePieceModel:
             raise NotSentencePieceError(f"it has {what}; {_CONVERSION}")
         return model
 
-    def tokenizer(self) -> "tokenizers.Tokenizer":
-        """Return a tokenizer that gives the same ids."""
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+    @property
+    def control(self) -> tuple[str, ...]:
+        """The pieces that no text gives, such as BOS."""
+        return tuple(piece.text for piece in self.pieces if piece.kind == _CONTROL)
+
+    def tokenizer(self, *, prefixes_each: bool = True) -> "tokenizers.Tokenizer":
+        """Return a tokenizer that gives the same ids.
+
+        Args:
+            prefixes_each: whether the space that a text begins with also follows each special token in it.
+        """
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
         from tokenizers.models import BPE
 
         vocab = {piece.text: index for index, piece in enumerate(self.pieces)}
@@ -95,16 +119,17 @@ class SentencePieceModel:
         )
         steps: list[normalizers.Normalizer] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
         if self.removes_spaces:
-            steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-        if self.adds_prefix:
-            steps.append(normalizers.Prepend(_SPACE))
-        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+            steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        if self.adds_prefix and prefixes_each:
+            steps.append(normalizers.Prepend(SPACE))
+        tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+        if self.adds_prefix and not prefixes_each:
+            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="first", split=False)
         spaces = [decoders.Strip(" ", left=1)] if self.adds_prefix else []
         tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *spaces]
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *spaces]
         )
-        control = [piece.text for piece in self.pieces if piece.kind == _CONTROL]
-        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control])
+        tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in self.control])
         return tokenizer
 
     def _merges(self) -> Iterator[tuple[str, str]]:
@@ -123,6 +148,11 @@ def _piece(content: bytes) -> Piece:
     found = dict(_fields(content))
     (score,) = struct.unpack("<f", _bytes(found.get(2, bytes(4))))
     return Piece(_bytes(found[1]).decode(), score, int(found.get(3, _NORMAL)))
+
+
+def _is_negative(value: int | bytes) -> bool:
+    """Return whether an integer, which is written without its sign, is negative."""
+    return isinstance(value, int) and value >= 2**31
 
 
 def _bytes(value: int | bytes) -> bytes:

@@ -14,7 +14,7 @@ from typing import IO
 
 from llama_core.data.shard_store import build_shard
 from llama_core.data.shard_workers import Order, Start
-from llama_core.data.tokenizer import Tokenizer, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer, model_tokenizer
 from llama_core.errors import DataError, TrainingInfraError
 from llama_core.records.files import is_disk_full, no_room
 
@@ -58,7 +58,7 @@ class _Maker:
         """Build a shard; return why that is impossible, or an empty string."""
         try:
             if self._tokenizer is None:
-                self._tokenizer = load_tokenizer(self._start.data.tokenizer)
+                self._tokenizer = model_tokenizer(self._start.data, self._start.spec)
             recipe = order.recipe(self._tokenizer, self._start)
             build_shard(recipe, order.files, order.directory, on_progress=lambda done, total: on_progress(done))
         except BrokenPipeError:

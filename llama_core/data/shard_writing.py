@@ -60,7 +60,7 @@ def write_shard(
         DataError: of the documents, or if too many are unusable.
     """
     dtype = token_dtype(tokenizer)
-    num_special = 1 if tokenizer.bos_id is None else 2
+    num_special = len(tokenizer.before) + len(tokenizer.after)
     offsets = array("q", [0])
     hashes = array("Q")
     is_conversation = array("B")

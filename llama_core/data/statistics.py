@@ -9,12 +9,12 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.settings import UNNAMED, DataConfig
 from llama_core.config.stages import Stage, source_name
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat import ConversationCounts, notes
+from llama_core.data.chat import ConversationCounts, about_frame, about_vocabulary, notes
 from llama_core.data.entropy import Entropies, token_entropies
 from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedConversations, PackedDataset
 from llama_core.data.tokenising import TokenisedSource
-from llama_core.data.tokenizer import BYTES
+from llama_core.data.tokenizer import BYTES, Tokenizer
 from llama_core.errors import RunDirectoryError
 from llama_core.records.files import read_typed, write_json
 
@@ -87,6 +87,8 @@ class DataStatistics:
     """The sources of a mixture; empty for a single one."""
     stages: tuple[str, ...] = ()
     """Where each stage of a mixture after the first begins, and the shares of its sources."""
+    frame: str = ""
+    """What each text begins and ends with; empty if all documents are conversations."""
 
     def summary(self) -> str:
         """Return the data in one line."""
@@ -96,9 +98,10 @@ class DataStatistics:
         when = " at first" if self.stages else ""
         mixture = f"; mixture{when}: {', '.join(map(str, self.sources))}" if self.sources else ""
         stages = "".join(f"; {stage}" for stage in self.stages)
+        frame = f"; {self.frame}" if self.frame else ""
         return (
             f"{self.num_documents:,} documents to train on, {held_out}{conversations}; "
-            f"loss on {self.num_targets:,} of {self.num_tokens:,} tokens{mixture}{stages}"
+            f"loss on {self.num_targets:,} of {self.num_tokens:,} tokens{mixture}{stages}{frame}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def data_statistics(
     validation: Mapping[str, PackedDataset],
     num_shared_documents: int,
     num_sequences: int | None,
-    vocab_size: int,
+    tokenizer: Tokenizer,
 ) -> DataStatistics:
     """Return the statistics of a run's data.
 
@@ -131,7 +134,7 @@ def data_statistics(
         validation: the held-out rows.
         num_shared_documents: documents that are left out because a validation source holds them too.
         num_sequences: rows that the run reads; None if unknown.
-        vocab_size: one more than the tokenizer's largest id.
+        tokenizer: the tokenizer.
     """
     conversations = _conversations(sources)
     with_conversations = [source for source in sources.values() if source.cache.has_conversations]
@@ -148,7 +151,7 @@ def data_statistics(
         num_shared_documents=num_shared_documents,
         bad_lines=bad_lines.counts,
         bad_line_examples=tuple(map(str, bad_lines.examples)),
-        entropies=_entropies(train, sources, data.tokenizer, vocab_size),
+        entropies=_entropies(train, sources, data.tokenizer, tokenizer.vocab_size),
         num_targets=sum(rows.num_targets for rows in train.values()),
         conversations=conversations + _conversations(validation_sources),
         chat_template=chat.template.name if with_conversations else None,
@@ -156,6 +159,7 @@ def data_statistics(
         num_left_out=sum(rows.num_left_out for rows in packed),
         notes=(
             *(note for source in (*sources.values(), *validation_sources.values()) for note in source.notes),
+            *about_vocabulary(tokenizer),
             *notes(data, spec, chat, conversations, num_documents),
             *_about_stages(mixture.stages, num_sequences),
             *(note for rows in train.values() for note in _losses(rows, f"{_unit(rows)} to train on")),
@@ -163,6 +167,7 @@ def data_statistics(
         ),
         sources=_about(mixture, train, validation, num_sequences) if data.sources else (),
         stages=tuple(map(str, mixture.stages)),
+        frame=about_frame(data, chat) if num_documents > conversations.num_conversations else "",
     )
 
 

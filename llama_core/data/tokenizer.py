@@ -4,33 +4,25 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from llama_core.config.settings import SAMPLE
+from llama_core.config.models import ModelSpec
+from llama_core.config.settings import SAMPLE, DataConfig
 from llama_core.data.sample import sample_tokenizer
-from llama_core.data.sentencepiece import NotSentencePieceError, SentencePieceModel
+from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG, frame_texts, read_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.hub import CHAT_TEMPLATES, folder_of
 from llama_core.imports import how_to_install
 from llama_core.records.files import cache_directory, read_file
-from llama_core.units import GIB
-
-if TYPE_CHECKING:
-    import tokenizers
 
 BYTES = "bytes"
-SENTENCEPIECE = Path("tokenizer.model")
-"""The file of a SentencePiece model, as Llama 1 and 2 have one."""
 LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that a chat template knows by name, as in transformers' ``special_tokens_map``."""
-MOST_BYTES_OF_VOCABULARY = GIB
-"""Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB."""
 _TOOL_TEMPLATE = "tool_use"
 """The name of a tokenizer's chat template for conversations with tools, if it has one of its own for them."""
 _REPLACEMENT = "\ufffd"
@@ -72,18 +64,38 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """Id that begins each document; None if the tokenizer has none."""
+        """Id of BOS; None if the tokenizer has none."""
 
     @property
     def eos_id(self) -> int:
         """Id that ends each document."""
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """The ids of all tokens, by their text."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the special tokens that text can spell, in ``encode_rendered``."""
+
+    @property
     def fingerprint(self) -> str:
         """Digest that two tokenizers share only if they give the same ids."""
 
+    @property
+    def before(self) -> tuple[int, ...]:
+        """Ids that begin each text: BOS, or nothing."""
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Ids that end each text: EOS."""
+
+    @property
+    def beyond(self) -> Mapping[int, str]:
+        """Added tokens beyond the model's vocabulary, which no text may spell; see ``model_tokenizer``."""
+
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return the ids of each text, between BOS (if there is one) and EOS."""
+        """Return the ids of each text, between ``before`` and ``after``."""
 
     @property
     def named_tokens(self) -> Mapping[str, str]:
@@ -109,25 +121,36 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are ordinary bytes."""
+    """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are ordinary bytes.
+
+    Args:
+        adds_bos: whether a text begins with BOS.
+    """
 
     name = BYTES
     vocab_size = 258
     bos_id = 256
     eos_id = 257
-    fingerprint = "bytes-256-257"
+    after = (eos_id,)
+    vocabulary: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    special_ids = frozenset[int]()
+    beyond: Mapping[int, str] = {}
     named_tokens: Mapping[str, str] = {"bos_token": LLAMA_BOS_TOKENS[0], "eos_token": LLAMA_EOS_TOKENS[0]}
     chat_template = None
 
+    def __init__(self, *, adds_bos: bool = True) -> None:
+        self.before = (self.bos_id,) if adds_bos else ()
+        self.fingerprint = "bytes-256-257" if adds_bos else "bytes-257"
+
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return uint16 ids of each text, between BOS and EOS."""
+        """Return uint16 ids of each text, between ``before`` and ``after``."""
         return [self._encode(text.encode()) for text in texts]
 
     def _encode(self, data: bytes) -> npt.NDArray[Any]:
-        ids = np.empty(len(data) + 2, np.uint16)
-        ids[0] = self.bos_id
+        ids = np.empty(len(self.before) + len(data) + 1, np.uint16)
+        ids[: len(self.before)] = self.bos_id
         ids[-1] = self.eos_id
-        ids[1:-1] = np.frombuffer(data, np.uint8)
+        ids[len(self.before) : -1] = np.frombuffer(data, np.uint8)
         return ids
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
@@ -141,8 +164,8 @@ class ByteTokenizer:
         return Encoded(np.frombuffer(text.encode(), np.uint8).astype(np.uint16), begins, begins + 1)
 
     def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
-        """Return the bytes of a text, after BOS if ``adds_special``."""
-        return [*([self.bos_id] if adds_special else ()), *text.encode()]
+        """Return the bytes of a text, after ``before`` if ``adds_special``."""
+        return [*(self.before if adds_special else ()), *text.encode()]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; ids that are not bytes are left out, invalid UTF-8 is replaced."""
@@ -152,69 +175,128 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A ``tokenizer.json``, or SentencePiece's ``tokenizer.model``, for the package ``tokenizers``.
 
-    BOS and EOS are those that ``tokenizer_config.json`` beside it names, else Llama's. In a document, text that spells
-    a special token, such as ``</s>``, is encoded as plain characters.
+    BOS and EOS are those that the files beside it name, else Llama's. In a document, text that spells a special token,
+    such as ``</s>``, is encoded as plain characters.
 
     Args:
         path: one of these files, or a folder that holds one.
+        adds_bos: whether a text begins with BOS; None if the files say so.
 
     Raises:
-        DataError: if there is no readable tokenizer, or its EOS cannot be found.
+        DataError: if there is no readable tokenizer, or its EOS, or a BOS that is to be added, cannot be found.
         EnvironmentMismatchError: if the package ``tokenizers`` is missing.
     """
 
-    def __init__(self, path: Path) -> None:
-        try:
-            import tokenizers
-        except ImportError:
+    def __init__(self, path: Path, *, adds_bos: bool | None = None) -> None:
+        if find_spec("tokenizers") is None:
             raise EnvironmentMismatchError(
                 f"tokenizer {str(path)!r} needs the package 'tokenizers'; {how_to_install('tokenizers')}"
-            ) from None
+            )
         self.name = str(path)
         file = tokenizer_file(path)
-        is_sentencepiece = file.suffix == SENTENCEPIECE.suffix
-        read = _of_sentencepiece if is_sentencepiece else tokenizers.Tokenizer.from_buffer
-        try:
-            content = read_file(file, most_bytes=MOST_BYTES_OF_VOCABULARY)
-            self._tokenizer = read(content)
-        except OSError as error:
-            raise DataError(f"cannot read tokenizer {str(file)!r}: {error.strerror or error}") from None
-        except NotSentencePieceError as error:
-            raise DataError(f"cannot read tokenizer {str(file)!r}: {error}") from None
-        except Exception as error:  # the Rust parser's errors have no class of their own
-            what = "a SentencePiece model" if is_sentencepiece else "a Hugging Face tokenizer.json"
-            raise DataError(f"{str(file)!r} is not {what}: {error}") from None
+        read = read_tokenizer(file)
+        config = read.config
+        self._tokenizer = read.backend
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        config = _tokenizer_config(file.with_name("tokenizer_config.json"))
-        # a tokenizer.json says itself what is added, whatever tokenizer_config.json says
-        self._adds_bos = is_sentencepiece and config.get("add_bos_token") is not False
+        self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(self.vocabulary.values(), default=-1)
         self._splits_special_tokens = config.get("split_special_tokens") is True
         self.chat_template = _chat_template(file.parent, config.get("chat_template"))
-        self.bos_id = _special_id(self._tokenizer, file, config.get("bos_token"), LLAMA_BOS_TOKENS)
-        eos_id = _special_id(self._tokenizer, file, config.get("eos_token"), LLAMA_EOS_TOKENS)
+        self.bos_id = self._named_id(read.named.get("bos_token"), LLAMA_BOS_TOKENS)
+        eos_id = self._named_id(read.named.get("eos_token"), LLAMA_EOS_TOKENS)
         if eos_id is None:
             raise DataError(
                 f"tokenizer {str(file)!r} has no end-of-text token: it holds none of {', '.join(LLAMA_EOS_TOKENS)}; "
-                f"name it as 'eos_token' in {str(file.with_name('tokenizer_config.json'))!r}"
+                f"name it as 'eos_token' in {str(file.with_name(TOKENIZER_CONFIG))!r}"
             )
         self.eos_id = eos_id
-        found = {"bos_token": self._tokenizer.id_to_token(self.bos_id) if self.bos_id is not None else None}
-        found["eos_token"] = self._tokenizer.id_to_token(eos_id)
-        found |= {name: _token_name(config.get(name)) for name in NAMED_TOKENS if config.get(name) is not None}
-        self.named_tokens = {name: token for name, token in found.items() if token is not None}
-        digest = hashlib.sha256(content)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        usual = {} if self.bos_id is None else {"bos_token": self._spelled(self.bos_id)}
+        usual["eos_token"] = self._spelled(eos_id)
+        self.named_tokens = usual | dict(read.named)
+        self.beyond: Mapping[int, str] = {}
+        with self._working():
+            self.before, after = self._frame()
+        if adds_bos is not None:
+            self._force_bos(after, adds_bos=adds_bos)
+        self.after = after if eos_id in after else (*after, eos_id)
+        digest = hashlib.sha256(read.content)
         digest.update(f"{self.bos_id} {self.eos_id}{' split' if self._splits_special_tokens else ''}".encode())
+        digest.update(f"{read.changes} {self.before} {self.after}".encode())
         self.fingerprint = digest.hexdigest()
 
+    def _named_id(self, name: str | None, usual: Sequence[str]) -> int | None:
+        """Return the id of a named token, else of the first usual one that exists, else None."""
+        ids = (self._tokenizer.token_to_id(token) for token in (usual if name is None else [name]))
+        return next((index for index in ids if index is not None), None)
+
+    def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids that the tokenizer adds before and after a text."""
+        for text in ("a", *self.vocabulary):
+            encoding = self._tokenizer.encode(text)
+            own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+            if own:
+                return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        return (), ()
+
+    def _force_bos(self, after: Sequence[int], *, adds_bos: bool) -> None:
+        """Let a text begin with BOS, or not, whatever the files say."""
+        if adds_bos and self.bos_id is None:
+            raise DataError(
+                f"data.add_bos_token=true: tokenizer {self.name!r} has no BOS; name it as 'bos_token' in its "
+                f"{TOKENIZER_CONFIG}, or leave the key out"
+            )
+        others = tuple(index for index in self.before if index != self.bos_id)
+        self.before = (self.bos_id, *others) if adds_bos and self.bos_id is not None else others
+        frame_texts(self._tokenizer, map(self._spelled, self.before), map(self._spelled, after))
+
+    def _spelled(self, index: int) -> str:
+        return str(self._tokenizer.id_to_token(index))
+
+    @property
+    def post_processor(self) -> Any:
+        """What adds tokens before and after a text, as ``tokenizer.json`` has it."""
+        return json.loads(self._tokenizer.to_str())["post_processor"]
+
+    def fit(self, vocab_size: int) -> None:
+        """Refuse from now on each text that spells an added token beyond a model's vocabulary.
+
+        Raises:
+            DataError: if other tokens are beyond it.
+        """
+        if self.vocab_size <= vocab_size:
+            return
+        added = self._tokenizer.get_added_tokens_decoder()
+        beyond = {index: token for token, index in self.vocabulary.items() if index >= vocab_size}
+        needed = {*self.before, *self.after}
+        if not beyond.keys() <= added.keys() - needed:
+            raise too_large(self, vocab_size, "the model's own tokenizer, or 'bytes'")
+        self.beyond = beyond
+        self.vocab_size = vocab_size
+        self.fingerprint = hashlib.sha256(f"{self.fingerprint} below {vocab_size}".encode()).hexdigest()
+
+    def _within(self, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the ids of a text.
+
+        Raises:
+            DataError: if one is beyond the model's vocabulary.
+        """
+        if self.beyond and len(ids) and (largest := int(ids.max())) >= self.vocab_size:
+            raise DataError(
+                f"a text spells {self.beyond[largest]!r}, token {largest} of tokenizer {self.name!r}, but the model "
+                f"has only {self.vocab_size}; take it out of the data or the chat template, or choose a model with it"
+            )
+        return ids
+
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        """Return uint32 ids of each text, between BOS (if there is one) and EOS; runs on all cores."""
-        before = [] if self.bos_id is None else [self.bos_id]
+        """Return uint32 ids of each text, between ``before`` and ``after``; runs on all cores."""
         with self._working():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array([*before, *encoding.ids, self.eos_id], np.uint32) for encoding in encodings]
+        framed = ([*self.before, *encoding.ids, *self.after] for encoding in encodings)
+        return [self._within(np.array(ids, np.uint32)) for ids in framed]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         """Return uint32 ids of each text, which spells its own special tokens; runs on all cores.
@@ -224,17 +306,16 @@ class HuggingFaceTokenizer:
         with self._reading_special_tokens():
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         tokens = ((encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings)
-        return [Encoded(np.array(ids, np.uint32), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens]
+        return [
+            Encoded(self._within(np.array(ids, np.uint32)), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens
+        ]
 
     def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
-        """Return the ids of a text, with what ``tokenizer.json`` adds.
-
-        As in transformers, ``add_bos_token`` in ``tokenizer_config.json`` counts only beside a ``tokenizer.model``: BOS
-        is added unless it is false.
-        """
+        """Return the ids of a text, with what the tokenizer adds."""
         with self._reading_special_tokens():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
-        return [self.bos_id, *ids] if adds_special and self._adds_bos and self.bos_id is not None else ids
+        self._within(np.array(ids, np.uint32))
+        return ids
 
     @contextmanager
     def _reading_special_tokens(self) -> Iterator[None]:
@@ -268,8 +349,38 @@ def tokenizer_file(path: Path) -> Path:
     return next((file for file in files if file.is_file()), files[0])
 
 
-def load_tokenizer(source: str) -> Tokenizer:
+def model_tokenizer(data: DataConfig, spec: ModelSpec) -> Tokenizer:
+    """Return the tokenizer of a run, which fits the vocabulary of its model.
+
+    Added tokens beyond it, such as a ``<pad>`` that was never trained, are kept: ``beyond`` has them, and a text that
+    spells one is refused.
+
+    Raises:
+        DataError: if there is no such tokenizer, or its ids exceed the vocabulary.
+        HubError, EnvironmentMismatchError: as ``load_tokenizer``.
+    """
+    tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.fit(spec.vocab_size)
+    elif tokenizer.vocab_size > spec.vocab_size:
+        raise too_large(tokenizer, spec.vocab_size, "a model with more")
+    return tokenizer
+
+
+def too_large(tokenizer: Tokenizer, vocab_size: int, remedy: str) -> DataError:
+    """Return the error of a tokenizer with more tokens than a model has."""
+    return DataError(
+        f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
+        f"{vocab_size}; choose {remedy}"
+    )
+
+
+def load_tokenizer(source: str, *, adds_bos: bool | None = None) -> Tokenizer:
     """Return the tokenizer that ``source`` names: 'bytes', 'sample', a file, its folder, or a repository of the Hub.
+
+    Args:
+        source: its name.
+        adds_bos: whether a text begins with BOS; None for the tokenizer's own rule.
 
     Raises:
         DataError: if there is no such tokenizer.
@@ -277,9 +388,9 @@ def load_tokenizer(source: str) -> Tokenizer:
         EnvironmentMismatchError: if it needs a package that is missing.
     """
     if source == BYTES:
-        return ByteTokenizer()
+        return ByteTokenizer(adds_bos=adds_bos is not False)
     if source == SAMPLE:
-        return HuggingFaceTokenizer(sample_tokenizer(cache_directory(None)))
+        return HuggingFaceTokenizer(sample_tokenizer(cache_directory(None)), adds_bos=adds_bos)
     path = folder_of(source)
     wanted = tokenizer_file(path)
     if not wanted.is_file():
@@ -287,7 +398,7 @@ def load_tokenizer(source: str) -> Tokenizer:
             f"no tokenizer {source!r}: {str(wanted)!r} does not exist; use 'bytes', or the path of a Hugging Face "
             f"tokenizer.json, of SentencePiece's {SENTENCEPIECE}, or of a folder that holds one"
         )
-    return HuggingFaceTokenizer(path)
+    return HuggingFaceTokenizer(path, adds_bos=adds_bos)
 
 
 def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int]) -> Iterator[str]:
@@ -314,60 +425,21 @@ def decode_stream(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int
         yield rest
 
 
+def difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
+    """Return what a tokenizer changes of the ids that ``other`` gives, for a sentence; empty if they are the same."""
+    if tokenizer.fingerprint == other.fingerprint:
+        return ""
+    own = tokenizer.vocabulary
+    num_moved = sum(own.get(token) != index for token, index in other.vocabulary.items())
+    if num_moved:
+        return f"{num_moved:,} of {len(other.vocabulary):,} tokens have other ids or none"
+    num_more = len(own) - len(other.vocabulary)
+    return f"it has {num_more:,} more" if num_more else "the tokens are the same, but a text is cut otherwise"
+
+
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
     """Return the smallest type that holds the ids of a tokenizer."""
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-
-
-def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer whose ids exceed a model's vocabulary of ``vocab_size``.
-
-    Raises:
-        DataError: if they do.
-    """
-    if tokenizer.vocab_size > vocab_size:
-        remedy = "a model with more" if tokenizer.name == BYTES else "the model's own tokenizer, or 'bytes'"
-        raise DataError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of "
-            f"{vocab_size}; choose {remedy}"
-        )
-
-
-def _of_sentencepiece(content: bytes) -> "tokenizers.Tokenizer":
-    return SentencePieceModel.parse(content).tokenizer()
-
-
-def _tokenizer_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(read_file(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}; copy it again") from None
-    if not isinstance(config, dict):
-        raise DataError(f"{str(path)!r} is not a JSON object")
-    return config
-
-
-def _special_id(tokenizer: "tokenizers.Tokenizer", file: Path, configured: object, usual: Sequence[str]) -> int | None:
-    """Return the id of the configured token, else of the first usual one that exists, else None."""
-    name = _token_name(configured)
-    if name is None:
-        ids = (tokenizer.token_to_id(token) for token in usual)
-        return next((index for index in ids if index is not None), None)
-    index = tokenizer.token_to_id(name)
-    if index is None:
-        raise DataError(
-            f"{str(file.with_name('tokenizer_config.json'))!r} names the token {name!r}, "
-            f"which {str(file)!r} does not hold; the two files belong to different tokenizers"
-        )
-    return index
-
-
-def _token_name(configured: object) -> str | None:
-    """Return the spelling of a special token in ``tokenizer_config.json``, or None if there is none."""
-    name = configured.get("content") if isinstance(configured, dict) else configured
-    return None if name is None else str(name)
 
 
 def _chat_template(folder: Path, configured: object) -> TemplateSource | None:

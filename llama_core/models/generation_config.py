@@ -1,7 +1,7 @@
 """Hugging Face's ``generation_config.json``: how a model generates, such as the tokens that end its texts. No torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,35 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def generation_config(source: Path) -> dict[str, Any]:
-    """Return how the model behind ``source`` generates; empty if nothing says so.
+    """Return how the model behind ``source`` generates, with all tokens that end its texts; empty if nothing says so.
+
+    A folder names these tokens in ``generation_config.json``, in ``config.json``, or in both.
 
     Args:
         source: a Hugging Face or PEFT folder, or a checkpoint of a run, which keeps that of the weights it began with.
 
     Raises:
-        WeightsError: if the file of a folder cannot be read, or the ends in it are no tokens.
+        WeightsError: if a file of a folder cannot be read, or the ends in it are no tokens.
         RunDirectoryError: if that of a run cannot be read.
     """
-    if is_adapter_folder(source):
-        return generation_config(base_of(source))
+    file = source / GENERATION_CONFIG
     if is_checkpoint(source):
         run = RunDirectory(place_of(source))
         file = run.generation_config
         config = read_json(file, run.path) if file.exists() else {}
+    elif is_adapter_folder(source) and not file.is_file():
+        return generation_config(base_of(source))
     else:
-        file = source / GENERATION_CONFIG
         config = _read(file) if file.is_file() else {}
-    try:
-        end_tokens(config)
-    except WeightsError as error:
-        raise WeightsError(f"{file}: {error}") from None
-    return config
+    _ends_in(config, file)
+    described = source / "config.json"
+    if is_checkpoint(source) or not described.is_file():
+        return config
+    architecture = _read(described)
+    more = _ends_in(architecture, described)
+    if not end_tokens(config):
+        return config | ({"eos_token_id": architecture["eos_token_id"]} if more else {})
+    return with_ends(config, more)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -64,12 +70,17 @@ def end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(several)
 
 
-def with_special_tokens(config: Mapping[str, Any], special: Mapping[str, int]) -> dict[str, Any]:
-    """Return ``config``, in which a tokenizer's ``eos_id`` ends a text too; ``bos_id`` counts if it names none."""
-    ends = end_tokens(config)
-    if "eos_id" in special and special["eos_id"] not in ends:
-        ends = (*ends, special["eos_id"])
-    whole = ({"bos_token_id": special["bos_id"]} if "bos_id" in special else {}) | dict(config)
-    if ends:
-        whole["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
-    return whole
+def _ends_in(config: Mapping[str, Any], file: Path) -> tuple[int, ...]:
+    try:
+        return end_tokens(config)
+    except WeightsError as error:
+        raise WeightsError(f"{file}: {error}") from None
+
+
+def with_ends(config: Mapping[str, Any], more: Iterable[int]) -> dict[str, Any]:
+    """Return ``config`` with ``more`` end tokens after its own. A list stays a list."""
+    ends = list(dict.fromkeys((*end_tokens(config), *more)))
+    if not ends:
+        return dict(config)
+    is_one = len(ends) == 1 and not isinstance(config.get("eos_token_id"), list)
+    return dict(config) | {"eos_token_id": ends[0] if is_one else ends}

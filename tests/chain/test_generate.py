@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from llama_core.chain.conversation import Conversation
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import TextModel, choose_device
-from llama_core.chain.prepare import prepare_run
+from llama_core.chain.prepare import check_initial_weights, prepare_run
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import LLAMA3, MARKERS
@@ -315,6 +315,100 @@ def test_an_answer_ends_with_its_turn(tmp_path):
     run = save_run(tmp_path / "run", {"data": {"chat_template": str(tmp_path / "template")}}, always(ord("#")))
     assert text(run.path) == "#" * NUM_TOKENS
     assert text(run.path, chat=True) == ""
+
+
+CHATML_TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"]
+
+
+def special_folder(folder, template):
+    """A folder with a byte-level tokenizer, whose ids from 256 on are SPECIAL."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML_TURNS, "<|im_end|>"),
+        (CHATML_TURNS.replace("<|im_end|>", " {{ eos_token }}"), "</s>"),
+        # as Phi-3 does: EOS after the end of the last turn, if nothing follows
+        (
+            CHATML_TURNS.replace("<|im_end|>", "<|end|>") + "{% if not add_generation_prompt %}</s>{% endif %}",
+            "<|end|>",
+        ),
+    ],
+    ids=["chatml", "eos", "eos after the last turn"],
+)
+def test_a_run_on_conversations_its_export_and_the_next_run_end_where_a_turn_does(tmp_path, template, end):
+    tokenizer = special_folder(tmp_path / "tokenizer", template)
+    end_id = 256 + SPECIAL.index(end)
+    run = save_run(tmp_path / "run", {"data": {"tokenizer": str(tokenizer)}}, always(end_id))
+    write_json(run.data, {"chat_template": "its own"})
+    out = export_run(run, tmp_path / "out")
+    assert text(run.path) == text(out) == text(out, chat=True) == ""
+    ends = LlamaForCausalLM.from_pretrained(out).generation_config.eos_token_id
+    assert {257, end_id} == set(ends if isinstance(ends, list) else [ends])
+    answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    loaded = AutoTokenizer.from_pretrained(out)
+    spoken = loaded.apply_chat_template(answered, return_dict=False)
+    assert end_id in spoken[spoken.index(loaded.convert_tokens_to_ids("!")) :]
+    training = {"init_from": str(run.checkpoints / "step-00000001"), "steps": 1, "batch_size": 1, "seq_len": 32}
+    following = RunConfig.from_mapping({"training": training, "launch": {"device": "cpu"}})
+    kept = json.loads(prepare_run(following, tmp_path / "next").generation_config.read_text())
+    assert kept["eos_token_id"] in (end_id, [end_id])
+
+
+@pytest.mark.parametrize("named", ["", "bytes", "special"])
+def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, exported, named):
+    own = special_folder(tmp_path / "special", CHATML_TURNS)
+    base = shutil.copytree(exported, tmp_path / "base")
+    for file in own.iterdir():
+        shutil.copy(file, base)
+    data = {"tokenizer": str(own) if named == "special" else named} if named else {}
+    training = {"init_from": str(base), "batch_size": 1, "seq_len": 32}
+    told = check_initial_weights(RunConfig.from_mapping({"training": training, "data": data}))
+    assert [f"data.tokenizer=bytes is another than {base}, with which" in line for line in told] == [True] * (
+        named == "bytes"
+    )
+
+
+def test_an_export_tells_the_end_of_a_turn_that_is_several_tokens(tmp_path):
+    (tmp_path / "template").write_text(TEMPLATE.replace("#", "###"))
+    run = save_run(tmp_path / "run", {"data": {"chat_template": str(tmp_path / "template")}}, always(ord("#")))
+    write_json(run.data, {"chat_template": "template"})
+    told = []
+    out = export_run(run, tmp_path / "out", tell=told.append)
+    assert text(run.path) == ""
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == 257
+    assert [line for line in told if "a turn ends with 3 tokens [35, 35, 35]" in line]
+
+
+def test_adapters_of_conversations_say_where_a_turn_ends(tmp_path, exported):
+    tokenizer = special_folder(tmp_path / "tokenizer", CHATML_TURNS)
+    base = shutil.copytree(exported, tmp_path / "base")
+
+    def prepare(engine, step):
+        engine.set_weights(Pretrained(engine.model.spec, base).fill)
+        draw_adapters(engine.model)
+
+    training = {"init_from": str(base)}
+    settings = {"strategy": "lora", "training": training, "data": {"tokenizer": str(tokenizer)}}
+    run = save_run(tmp_path / "run", settings, prepare)
+    write_json(run.data, {"chat_template": "its own"})
+    told = []
+    out = export_run(run, tmp_path / "out", tell=told.append)
+    assert [line for line in told if line.startswith("a turn ends with token 259, which generation_config.json of the")]
+    model = TextModel(out, device="cpu", tokenizer=str(tokenizer))
+    assert model.ends == TextModel(run.path, device="cpu").ends == {(257,), (259,)}
 
 
 def test_a_chat_continues_what_the_template_makes_of_the_prompt(tmp_path, exported):

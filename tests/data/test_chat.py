@@ -420,6 +420,25 @@ def test_a_note_names_the_markers_that_the_tokenizer_lacks(tmp_path, llama3):
     assert "<|im_start|>, <|im_end|> of ChatML as plain text" in note
 
 
+@pytest.mark.parametrize(
+    ("after", "is_told"),
+    [
+        ("<|im_end|>{% endgeneration %}\n", False),
+        ("{% endgeneration %}<|im_end|>\n", True),
+        ("{% endgeneration %}\n", False),
+        ("</s>{% endgeneration %}", False),
+        ("{% endgeneration %} </s>", True),
+    ],
+)
+def test_a_template_whose_turns_end_outside_of_what_counts_is_told(tmp_path, after, is_told):
+    turn = "{{ m.role }}: {% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}" + after
+    (tmp_path / "template").write_text("{% for m in messages %}" + turn + "{% endif %}{% endfor %}")
+    for loss_on in ("assistant", "all"):
+        notes = check(tmp_path, [[ASKED, ANSWERED]], chat_template=str(tmp_path / "template"), loss_on=loss_on).notes
+        told = [note for note in notes if "the model does not learn to end one" in note]
+        assert len(told) == (is_told and loss_on == "assistant")
+
+
 def test_settings_without_effect_on_texts_are_reported(tmp_path):
     notes = check(tmp_path, ["a text"], chat_template="llama2", loss_on="all").notes
     assert [note.partition(":")[0] for note in notes] == [
@@ -444,6 +463,6 @@ def test_a_check_counts_the_records_it_has_read(tmp_path):
     found = check(tmp_path, [*chats, "a text"])
     assert found.summary.endswith(
         "chats.jsonl': 2 conversations (1 multi-turn, 1 with a system prompt, 3 assistant turns), "
-        "template: Llama 3's format"
+        "template: Llama 3's format; a text ends with </s> and begins with <s> (the tokenizer)"
     )
     assert found.notes[-1] == "1 of the documents are texts, where every token counts in the loss"

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from llama_core.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, check_fits, load_tokenizer
+from llama_core.config.models import model_spec
+from llama_core.config.settings import DataConfig
+from llama_core.data.chat import chat_format
+from llama_core.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    difference,
+    load_tokenizer,
+    model_tokenizer,
+)
 from llama_core.errors import DataError, EnvironmentMismatchError
 
 
@@ -27,6 +37,15 @@ def train_tokenizer(folder, special_tokens, config=None):
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config or {}))
     return folder
+
+
+def set_template(folder, template):
+    """Let a tokenizer add special tokens around a text."""
+    if template is not None:
+        raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        special = [(token, raw.token_to_id(token)) for token in ("<s>", "</s>")]
+        raw.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=special)
+        raw.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +82,9 @@ def test_hugging_face_tokens_round_trip_every_text(trained, documents):
 def test_llama_special_tokens_are_found_without_a_configuration(tmp_path, bos, eos):
     folder = train_tokenizer(tmp_path / "tokenizer", [bos, eos])
     (folder / "tokenizer_config.json").unlink()
-    [ids] = load_tokenizer(str(folder / "tokenizer.json")).encode_documents(["hello"])
-    assert (ids[0], ids[-1]) == (0, 1)
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    [ids] = tokenizer.encode_documents(["hello"])
+    assert (tokenizer.bos_id, ids[-1]) == (0, 1)
 
 
 @pytest.mark.parametrize("eos_token", ["<eot>", {"content": "<eot>", "special": True}])
@@ -92,11 +112,7 @@ def test_text_that_spells_a_special_token_stays_text(llama2):
 def test_what_a_model_reads_is_what_transformers_gives_it(tmp_path, template, flags):
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"} | flags
     folder = train_tokenizer(tmp_path / "tokenizer", ["<s>", "</s>"], config)
-    if template is not None:
-        raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        special = [(token, raw.token_to_id(token)) for token in ("<s>", "</s>")]
-        raw.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=special)
-        raw.save(str(folder / "tokenizer.json"))
+    set_template(folder, template)
     ours = load_tokenizer(str(folder))
     theirs = AutoTokenizer.from_pretrained(folder)
     for text in ("hello world", " a</s>b ", ""):
@@ -168,7 +184,96 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(llama2, mo
         HuggingFaceTokenizer(llama2)
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused():
-    check_fits(ByteTokenizer(), 258)
+def test_two_tokenizers_differ_in_ids_in_new_tokens_or_in_how_they_cut(tmp_path):
+    one = load_tokenizer(str(train_tokenizer(tmp_path / "one", ["<s>", "</s>"])))
+    more = load_tokenizer(str(train_tokenizer(tmp_path / "more", ["<s>", "</s>"], {"pad_token": "<pad>"})))
+    other = load_tokenizer(str(train_tokenizer(tmp_path / "other", ["</s>", "<s>"])))
+    plain = {"split_special_tokens": True}
+    split = load_tokenizer(str(train_tokenizer(tmp_path / "split", ["<s>", "</s>"], plain)))
+    again = load_tokenizer(str(tmp_path / "one" / "tokenizer.json"))
+    assert difference(again, one) == ""
+    assert difference(more, one) == "it has 1 more"
+    assert difference(one, more).startswith("1 of ")
+    assert difference(other, one).startswith("2 of ")
+    assert difference(ByteTokenizer(), one).endswith("tokens have other ids or none")
+    assert difference(split, one) == "the tokens are the same, but a text is cut otherwise"
+
+
+def sized(vocab_size):
+    return replace(model_spec("tiny_llama3_50m"), vocab_size=vocab_size)
+
+
+def test_a_vocabulary_larger_than_the_models_is_refused(llama2):
+    model_tokenizer(DataConfig(), sized(258))
     with pytest.raises(DataError, match=r"'bytes' has 258 tokens, more than the model's vocabulary of 257"):
-        check_fits(ByteTokenizer(), 257)
+        model_tokenizer(DataConfig(), sized(257))
+    data = DataConfig(tokenizer=str(llama2))
+    size = load_tokenizer(str(llama2)).vocab_size
+    with pytest.raises(DataError, match=rf"has {size} tokens, more than the model's vocabulary of {size - 1}"):
+        model_tokenizer(data, sized(size - 1))  # a word of its own
+
+
+@pytest.mark.parametrize("config", [{"pad_token": "<pad>"}, {"additional_special_tokens": ["<pad>", "<|tool|>"]}])
+def test_added_tokens_beyond_the_vocabulary_are_kept_until_a_text_spells_one(tmp_path, config):
+    folder = train_tokenizer(tmp_path / "folder", ["<s>", "</s>"])
+    size = load_tokenizer(str(folder)).vocab_size
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = model_tokenizer(DataConfig(tokenizer=str(folder)), sized(size))
+    assert tokenizer.vocab_size == size
+    assert tokenizer.beyond[size] == "<pad>"
+    assert tokenizer.fingerprint != load_tokenizer(str(folder)).fingerprint, "shards of the larger model hold the token"
+    [document] = tokenizer.encode_documents(["a <pad> b"])
+    assert document.max() < size, "in a text it is plain text"
+    for encode in (lambda text: tokenizer.encode_rendered([text]), tokenizer.encode_input):
+        encode("hello")
+        with pytest.raises(
+            DataError, match=rf"a text spells '<pad>', token {size} of .*, but the model has only {size}"
+        ):
+            encode("a <pad> b")
+
+
+def test_an_end_of_text_beyond_the_vocabulary_is_refused(tmp_path):
+    folder = train_tokenizer(tmp_path / "folder", ["<s>", "</s>"])
+    size = load_tokenizer(str(folder)).vocab_size
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"].append(content["added_tokens"][1] | {"id": size, "content": "<|eot|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|eot|>"}))
+    with pytest.raises(DataError, match=f"has {size + 1} tokens, more than"):
+        model_tokenizer(DataConfig(tokenizer=str(folder)), sized(size))
+
+
+FRAMES = {None: ([], []), "<s> $A": (["<s>"], []), "$A </s>": ([], ["</s>"]), "<s> $A </s>": (["<s>"], ["</s>"])}
+
+
+@pytest.mark.parametrize("forced", [None, True, False])
+@pytest.mark.parametrize("template", FRAMES)
+def test_a_text_begins_as_the_tokenizer_says_and_ends_with_one_eos_unless_it_is_forced(tmp_path, template, forced):
+    folder = train_tokenizer(tmp_path / "folder", ["<s>", "</s>"], {"bos_token": "<s>", "eos_token": "</s>"})
+    set_template(folder, template)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    data = DataConfig(tokenizer=str(folder), add_bos_token=forced)
+    ours = model_tokenizer(data, sized(1000))
+    words = theirs.encode("hello world", add_special_tokens=False)
+    begins, ends = FRAMES[template]
+    begins = begins if forced is None else ["<s>"] * forced
+    expected = [*theirs.convert_tokens_to_ids(begins), *words, theirs.eos_token_id]
+    assert ours.encode_documents(["hello world"])[0].tolist() == expected
+    assert ours.encode_input("hello world") == expected[: None if ends else -1]
+    if forced is None:
+        assert ours.encode_input("hello world") == theirs.encode("hello world")
+    frame = chat_format(data, ours, sized(1000), files=()).frame
+    assert frame == ("<s>" if begins else "", "</s>")
+
+
+def test_bytes_begin_with_bos_unless_they_must_not():
+    plain = model_tokenizer(DataConfig(add_bos_token=False), sized(258))
+    assert plain.encode_documents(["Hi"])[0].tolist() == [72, 105, 257]
+    assert plain.encode_input("Hi") == [72, 105]
+    assert plain.fingerprint != ByteTokenizer().fingerprint
+
+
+def test_a_bos_that_a_tokenizer_lacks_cannot_be_forced(tmp_path):
+    folder = train_tokenizer(tmp_path / "folder", ["</s>"])
+    with pytest.raises(DataError, match=r"data\.add_bos_token=true: tokenizer .*folder' has no BOS; name it as"):
+        model_tokenizer(DataConfig(tokenizer=str(folder), add_bos_token=True), sized(1000))

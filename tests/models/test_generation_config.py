@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llama_core.errors import WeightsError
-from llama_core.models.generation_config import end_tokens, generation_config, with_special_tokens
+from llama_core.models.generation_config import end_tokens, generation_config, with_ends
 
 
 @pytest.mark.parametrize(("written", "ends"), [(None, ()), (2, (2,)), ([1, 4], (1, 4)), ([], ())])
@@ -49,10 +49,35 @@ def test_a_link_to_a_file_elsewhere_is_not_followed_into_an_export(tmp_path):
         generation_config(folder)
 
 
-def test_a_tokenizers_end_of_text_is_added_to_the_end_tokens_and_nothing_is_lost():
-    special = {"bos_id": 0, "eos_id": 1}
-    assert with_special_tokens({}, special) == {"bos_token_id": 0, "eos_token_id": 1}
-    kept = {"eos_token_id": [1, 4], "bos_token_id": 7, "top_p": 0.9}
-    assert with_special_tokens(kept, special) == kept
-    assert with_special_tokens({"eos_token_id": 4}, special) == {"eos_token_id": [4, 1], "bos_token_id": 0}
-    assert with_special_tokens({}, {}) == {}
+@pytest.mark.parametrize(
+    ("described", "generating", "ends"),
+    [
+        (7, None, 7),
+        ([7, 9], None, [7, 9]),
+        ([7], None, [7]),
+        (7, 9, [9, 7]),
+        ([7, 9], 9, [9, 7]),
+        (None, [9], [9]),
+        (7, [], 7),
+        (None, None, None),
+    ],
+)
+def test_a_folder_ends_its_texts_with_every_token_that_either_file_names(tmp_path, described, generating, ends):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": described}))
+    if generating is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generating}))
+    assert generation_config(tmp_path).get("eos_token_id") == ends
+
+
+def test_an_end_in_config_json_that_is_no_token_is_told_with_its_file(tmp_path):
+    (tmp_path / "config.json").write_text('{"eos_token_id": "<eot>"}')
+    with pytest.raises(WeightsError, match=r"config\.json: eos_token_id='<eot>' is neither a token's id nor a list"):
+        generation_config(tmp_path)
+
+
+def test_more_ends_follow_and_nothing_is_lost():
+    assert with_ends({}, [1]) == {"eos_token_id": 1}
+    assert with_ends({"eos_token_id": [1]}, [1]) == {"eos_token_id": [1]}, "a list stays a list"
+    assert with_ends({"eos_token_id": [4, 1], "top_p": 0.9}, [1, 6]) == {"eos_token_id": [4, 1, 6], "top_p": 0.9}
+    assert with_ends({"eos_token_id": 4}, [1]) == {"eos_token_id": [4, 1]}
+    assert with_ends({}, []) == {}

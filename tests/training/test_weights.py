@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.export import export_run, only_one
+from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
@@ -339,8 +340,7 @@ def test_the_tokenizer_of_a_run_is_exported_with_its_weights(folders, tmp_path, 
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 1, "bos_token_id": 0}
 
 
-@pytest.mark.parametrize("named", ["", "tokenizer.model"])
-def test_a_sentencepiece_model_is_exported_as_it_is(folders, tmp_path, named):
+def sentencepiece_model():
     trainer = sentencepiece.SentencePieceTrainer
     model = BytesIO()
     trainer.train(
@@ -351,6 +351,41 @@ def test_a_sentencepiece_model_is_exported_as_it_is(folders, tmp_path, named):
         model_type="bpe",
         minloglevel=2,
     )
+    return model
+
+
+@pytest.mark.parametrize("forced", [None, True, False])
+@pytest.mark.parametrize("kind", ["bytes", "json", "model", "model with a configuration"])
+def test_an_export_begins_its_texts_as_the_run_did(folders, tmp_path, kind, forced):
+    from tokenizers import Tokenizer, models
+
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    if kind == "json":
+        tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, []))
+        tokenizer.add_special_tokens(["<s>", "</s>"])
+        tokenizer.save(str(source / "tokenizer.json"))
+    elif kind != "bytes":
+        (source / "tokenizer.model").write_bytes(sentencepiece_model().getvalue())
+    if kind == "model with a configuration":
+        (source / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    named = "bytes" if kind == "bytes" else str(source)
+    run = run_with(tmp_path, folders[TIED.model]["checkpoint"], tokenizer=named, add_bos_token=forced)
+    told = []
+    out = export_run(run, tmp_path / "out", tell=told.append)
+    theirs = AutoTokenizer.from_pretrained(out)
+    config = load_config(run)
+    own = load_tokenizer(config.data.tokenizer, adds_bos=config.data.add_bos_token)
+    [trained] = own.encode_documents(["ab"])
+    assert [*theirs("ab")["input_ids"], theirs.eos_token_id] == trained.tolist()
+    begins = kind in {"bytes", "model"} if forced is None else forced
+    assert (trained[0] == theirs.bos_token_id) == begins
+    assert not [line for line in told if "tokenizer" in line]
+
+
+@pytest.mark.parametrize("named", ["", "tokenizer.model"])
+def test_a_sentencepiece_model_is_exported_as_it_is(folders, tmp_path, named):
+    model = sentencepiece_model()
     (tmp_path / "tokenizer.model").write_bytes(model.getvalue())
     run = run_with(tmp_path, folders[TIED.model]["checkpoint"], tokenizer=str(tmp_path / named))
     out = export_run(run, tmp_path / "out")

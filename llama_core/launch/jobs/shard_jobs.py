@@ -14,7 +14,7 @@ from llama_core.data.corpus import OnProgress
 from llama_core.data.shard_store import Recipe, find_shards, probably_missing
 from llama_core.data.shard_workers import Order, Start, build_orders, num_cores
 from llama_core.data.source_file import total_bytes
-from llama_core.data.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError, TrainingInfraError
 from llama_core.launch.jobs.slurm import ENDED, FILES_SECONDS, FIRST_POLL_SECONDS, slurm_executor
 from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
@@ -163,7 +163,7 @@ def _missing(orders: Sequence[Order], start: Start) -> list[Order]:
 
 def _by_source(orders: Sequence[Order], start: Start) -> Iterator[tuple[Recipe, list[Order]]]:
     """Yield how the files of each source become tokens, and its orders."""
-    tokenizer = load_tokenizer(start.data.tokenizer)
+    tokenizer = model_tokenizer(start.data, start.spec)
     by_source: dict[tuple[Path, Path], list[Order]] = {}
     for order in orders:
         by_source.setdefault((order.directory, order.newest.path), []).append(order)
