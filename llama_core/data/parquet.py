@@ -28,13 +28,14 @@ def parquet_records(file: SourceFile, names: FieldNames, content: Digest | None)
     try:
         with _opened(file.path) as source, pq.ParquetFile(source) as table:
             columns = _columns(file, table.schema_arrow, names)
+            unread = _others(table.schema_arrow, columns)
             number = 0
             num_rows = table.metadata.num_rows
             for batch in table.iter_batches(batch_size=256, columns=columns):
                 for values in zip(*(batch.column(name) for name in columns), strict=True):
                     number += 1
                     position = file.num_bytes * number // num_rows
-                    yield RawRecord(f":{number}", position, partial(_row, columns, values))
+                    yield RawRecord(f":{number}", position, partial(_row, columns, values), True, unread)
     except pa.ArrowException as error:
         raise DataError(f"{file.path} is not a readable Parquet file: {' '.join(str(error).split())}") from None
 
@@ -55,10 +56,11 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
             number = 0
             for batch in batches:
                 columns = _columns(file, batch.schema, names)
+                unread = _others(batch.schema, columns)
                 position = source.tell()
                 for values in zip(*(batch.column(name) for name in columns), strict=True):
                     number += 1
-                    yield RawRecord(f":{number}", position, partial(_row, columns, values))
+                    yield RawRecord(f":{number}", position, partial(_row, columns, values), True, unread)
     except pa.ArrowException as error:
         raise DataError(f"{file.path} is not a readable Arrow file: {' '.join(str(error).split())}") from None
 
@@ -119,6 +121,13 @@ def _columns(file: SourceFile, schema: Any, names: FieldNames) -> list[str]:
             f"{choice_of_text(strings)}"
         )
     return columns
+
+
+def _others(schema: Any, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a table that are not read and may hold something."""
+    from pyarrow import types
+
+    return tuple(field.name for field in schema if field.name not in columns and not types.is_null(field.type))
 
 
 def _holds_strings(kind: Any) -> bool:

@@ -140,6 +140,29 @@ def check_results(messages: Sequence[Message], location: str) -> None:
             spoke = message["role"] == "assistant"
 
 
+def without_nulls(values: dict[str, Any], tools: str) -> tuple[dict[str, Any], int]:
+    """Return a row of a table without null in its objects, and how many of them were in tools or arguments of calls.
+
+    Args:
+        values: the row.
+        tools: the field of its tools.
+    """
+    num_nulls = 0
+
+    def cleaned(value: Any, *, is_told: bool) -> Any:
+        nonlocal num_nulls
+        if isinstance(value, list):
+            return [cleaned(item, is_told=is_told) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {key: item for key, item in value.items() if item is not None}
+        if is_told:  # elsewhere null is no value anyway
+            num_nulls += len(value) - len(kept)
+        return {key: cleaned(item, is_told=is_told or key == _ARGUMENTS) for key, item in kept.items()}
+
+    return {name: cleaned(value, is_told=name == tools) for name, value in values.items()}, num_nulls
+
+
 def canonical(message: Message) -> Message:
     """Return a message with all arguments as objects, as two spellings of one conversation share them."""
     if not message.get(_CALLS):
