@@ -25,7 +25,6 @@ from llama_core.data.chat_template import (
 from llama_core.data.corpus import Document, Turns
 from llama_core.data.message_keys import (
     COUNTING,
-    END_OF_THOUGHT,
     THOUGHTS,
     check_counting,
     ignored_keys,
@@ -426,8 +425,8 @@ def notes(
         if conversations.num_lost_thoughts:
             yield (
                 f"chat template {chat.template.name!r} leaves out the thoughts of {conversations.num_lost_thoughts:,} "
-                f"assistant turns ({', '.join(map(repr, THOUGHTS))} or before {END_OF_THOUGHT!r}), which are not "
-                "trained on; set data.chat_template to one that writes them"
+                f"of {conversations.num_assistant_turns:,} assistant turns, which are not trained on; set "
+                "data.chat_template to one that writes them"
             )
         if conversations.num_lost_prompts:
             yield (

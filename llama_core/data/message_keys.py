@@ -13,7 +13,7 @@ COUNTING = ("weight", "train", "loss")
 """Keys that say whether a message is trained on: 0 or 1, false or true."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of a thought, the first of which most templates read; gpt-oss's read ``thinking``."""
-END_OF_THOUGHT = "</think>"
+_END_OF_THOUGHT = "</think>"
 """What ends a thought that is written into the content of a message."""
 _ALWAYS_READ = ("role", "content", "tool_calls", "function_call", "tool_call_id", *THOUGHTS)
 
@@ -83,7 +83,7 @@ def with_other_words(message: Message, text: str, word: str) -> Message:
     thought = message.get("reasoning_content")
     if isinstance(thought, str):
         return message if thought.strip() in text else {**message, **dict.fromkeys(THOUGHTS, word)}
-    inside, end, answer = content.rpartition(END_OF_THOUGHT)
+    inside, end, answer = content.rpartition(_END_OF_THOUGHT)
     if inside.replace("<think>", "").strip() in text:
         return message
     return {**message, "content": f"<think>{word}{end}{answer}"}
