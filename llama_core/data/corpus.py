@@ -101,6 +101,8 @@ class Tally:
     """The formats of the others."""
     num_bytes: int = 0
     """Bytes of the files up to the end of the last document, or somewhat more."""
+    num_documents: int = 0
+    """Documents so far."""
 
 
 def read_documents(
@@ -140,10 +142,11 @@ def read_documents(
                 read = read_record(_parsed(raw.read), names, tally.formats, is_row=raw.is_row, unread=raw.unread)
                 document = _document(read, location, render)
             except UnusableRecordError as problem:
-                tally.bad_lines.add(location, problem, max_bad_lines)
+                tally.bad_lines.add(location, problem, max_bad_lines, tally.num_documents)
             except MalformedRecordError as problem:
                 raise DataError(f"{location}: {problem}") from None
             else:
+                tally.num_documents += 1
                 for key in _ignored_keys(document):
                     tally.formats.ignore(f"{key!r} of messages")
                 yield document

@@ -37,6 +37,7 @@ from llama_core.data.pairs import (
 from llama_core.data.token_masks import LABELS, MASKS, counted_tokens
 from llama_core.data.tool_calls import without_nulls
 from llama_core.errors import ConfigError, not_one_of
+from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.traits import Reads
 
 
@@ -340,29 +341,60 @@ def _unrecognised(values: dict[str, Any], names: FieldNames) -> UnusableRecordEr
     null = [repr(name) for name in needed if name in values and values[name] is None]
     if null:
         return UnusableRecordError("wrong type", f"{' and '.join(null)} {'is' if len(null) == 1 else 'are'} null")
-    fields = ", ".join(repr(key) for key in list(values)[:MAX_EXAMPLES]) or "no fields"
-    if names.reads != "documents":
-        row = names.formats[0]
-        wanted = " and ".join(repr(names[field]) for field in row.fields)
-        hint = ""
-        if names.reads == "pairs" and all(values.get(field) is not None for field in LABELLED.fields):
-            hint = f"; these answers have labels: {_TRAIN_ON_LABELS}"
-        return UnusableRecordError("missing field", f"no {wanted} among {fields}, which make a {row.one}{hint}")
-    strings = [key for key, value in values.items() if isinstance(value, str)]
-    return UnusableRecordError(
-        "missing field", f"no {names.text!r} and no conversation among {fields}{choice_of_text(strings)}"
-    )
+    return UnusableRecordError("missing field", what_is_missing(values, names))
 
 
-def choice_of_text(names: Sequence[str]) -> str:
-    """Return what to do about records of no known format, as a clause.
+def what_is_missing(values: Mapping[str, Any], names: FieldNames) -> str:
+    """Return which fields a record of no known format lacks, and what to do about it.
 
     Args:
-        names: the fields that hold strings.
+        values: the record, or any values of the same types.
+        names: what its source calls the fields.
     """
-    if not names:
-        return "; none of them holds text; set data.fields.input_ids if one holds token ids"
-    return f"; set data.text_field to one of {', '.join(names[:MAX_EXAMPLES])}, or name the fields with data.fields"
+    fields = ", ".join(repr(key) for key in list(values)[:MAX_EXAMPLES]) or "no fields"
+    if names.reads == "documents":
+        return f"no {names.text!r} and no conversation among {fields}; {choice_of_field(values, names)}"
+    row = names.formats[0]
+    wanted = " and ".join(repr(names[field]) for field in row.fields)
+    return f"no {wanted} among {fields}, which make a {row.one}; {_choice_of_objective(values, names)}"
+
+
+def _choice_of_objective(values: Mapping[str, Any], names: FieldNames) -> str:
+    """Return what to do about a record that is not what the run's objective reads."""
+    others = FieldNames(names.text, names.given).recognise(values)
+    if names.reads == "pairs" and any(row.is_only_told for row in others):
+        return f"these answers have labels: {_TRAIN_ON_LABELS}"
+    others = [row for row in others if row is not PREFERENCES]
+    if others:
+        return f"to train on {others[0].title}, leave out --objective (training.objective={NEXT_TOKEN.name})"
+    needed = names.formats[0].fields
+    return f"if they have other names, set {' and '.join(f'data.fields.{field}' for field in needed)}"
+
+
+def choice_of_field(values: Mapping[str, Any], names: FieldNames) -> str:
+    """Return which setting reads a record of no known format."""
+    choices = []
+    for name, value in values.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict):
+            choices += _choice_of_messages(name, first, names)
+    if choices:
+        return f"set {choices[0]} to read conversations"
+    strings = [name for name, value in values.items() if isinstance(value, str)]
+    if strings:
+        return f"set data.text_field to one of {', '.join(strings[:MAX_EXAMPLES])}, or name the fields with data.fields"
+    return "none of them holds text; set data.fields.input_ids if one holds token ids"
+
+
+def _choice_of_messages(name: str, message: Mapping[str, Any], names: FieldNames) -> Iterator[str]:
+    """Yield the setting that reads a field as messages, if the first of them looks like one."""
+    for row in (MESSAGES, SHAREGPT):
+        if all(names[field] in message for field in row.of_messages):
+            yield f"data.fields.{row.fields[0]}={name}"
+            return
+    if len([key for key, value in message.items() if isinstance(value, str)]) > 1:
+        keys = ", ".join(map(repr, list(message)[:MAX_EXAMPLES]))
+        yield f"data.fields.messages={name}, and data.fields.role and data.fields.content to the names among {keys},"
 
 
 def _read_messages(record: Record) -> Conversation:
@@ -640,17 +672,18 @@ MESSAGES = RecordFormat(
     is_plain=True,
 )
 TEXT = RecordFormat("texts", (_TEXT_FIELD,), _read_text, is_plain=True)
+SHAREGPT = RecordFormat(
+    "ShareGPT conversations",
+    ("conversations",),
+    _read_sharegpt,
+    optional=("system", _TOOLS_FIELD),
+    of_messages=("from", "value"),
+)
 PREFERENCES = RecordFormat("preferences", ("chosen",), _refuse_preferences, optional=("rejected",))
 FORMATS = (
     MESSAGES,
     TEXT,
-    RecordFormat(
-        "ShareGPT conversations",
-        ("conversations",),
-        _read_sharegpt,
-        optional=("system", _TOOLS_FIELD),
-        of_messages=("from", "value"),
-    ),
+    SHAREGPT,
     RecordFormat(
         "pairs of prompt and completion",
         ("prompt", "completion"),

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_core.data.formats import FieldNames, choice_of_text
+from llama_core.data.formats import FieldNames, choice_of_field, what_is_missing
 from llama_core.data.raw_record import RawRecord
 from llama_core.data.remote import RemotePath
 from llama_core.data.source_file import Digest, SourceFile, take_all
@@ -109,18 +109,32 @@ def _columns(file: SourceFile, schema: Any, names: FieldNames) -> list[str]:
     columns = [name for name in names.columns if name in schema.names]
     if twice := [name for name in columns if schema.names.count(name) > 1]:
         raise DataError(f"{file.path} has two columns {twice[0]!r}; keep one")
-    strings = [field.name for field in schema if _holds_strings(field.type)]
-    if names.text in columns and names.text not in strings:
+    if names.text in columns and not _holds_strings(schema.field(names.text).type):
         if not names.has_format([name for name in columns if name != names.text]):
+            others = {name: value for name, value in _example(schema).items() if name != names.text}
             kind = schema.field(names.text).type
-            raise DataError(f"{file.path}: column {names.text!r} is {kind}, not text{choice_of_text(strings)}")
+            raise DataError(f"{file.path}: column {names.text!r} is {kind}, not text; {choice_of_field(others, names)}")
         columns.remove(names.text)
     if not names.has_format(columns):
-        raise DataError(
-            f"{file.path} has no column {names.text!r} and none of a conversation, only {', '.join(schema.names)}"
-            f"{choice_of_text(strings)}"
-        )
+        raise DataError(f"{file.path} has {what_is_missing(_example(schema), names)}")
     return columns
+
+
+def _example(schema: Any) -> dict[str, object]:
+    """Return a record such as a table may have: with empty texts, and lists of one object."""
+    return {field.name: _example_of(field.type) for field in schema}
+
+
+def _example_of(kind: Any) -> object:
+    from pyarrow import types
+
+    if _holds_strings(kind):
+        return ""
+    if types.is_struct(kind):
+        return {field.name: _example_of(field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [_example_of(kind.value_type)]
+    return 0
 
 
 def _others(schema: Any, columns: Sequence[str]) -> tuple[str, ...]:

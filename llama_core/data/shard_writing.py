@@ -75,7 +75,7 @@ def write_shard(
                 parts = [next(encoded) for _ in document.parts]
                 if any(_is_empty(document, *part, num_special) for part in parts):
                     problem = UnusableRecordError("empty", "the tokenizer gives it no token")
-                    tally.bad_lines.add(document.location, problem, max_bad_lines)
+                    tally.bad_lines.add(document.location, problem, max_bad_lines, len(hashes))
                     continue
                 ids, ignored = _one_after_another(parts)
                 if document.is_good is False:

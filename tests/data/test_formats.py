@@ -496,9 +496,13 @@ def test_one_conversation_that_cannot_be_trained_on_is_a_bad_line_among_the_othe
 @pytest.mark.parametrize(
     ("columns", "settings", "problem"),
     [
-        ({"ids": [[1, 2]]}, {}, "has no column 'text' and none of a conversation, only ids; none of them holds text"),
+        ({"ids": [[1, 2]]}, {}, "has no 'text' and no conversation among 'ids'; none of them holds text"),
         ({"ids": [[1, 2]]}, {"text_field": "ids"}, ": column 'ids' is list<element: int64>, not text;"),
-        ({"ids": [[1]], "body": ["x"]}, {}, "only ids, body; set data.text_field to one of body, or name the fields"),
+        (
+            {"ids": [[1]], "body": ["x"]},
+            {},
+            "among 'ids', 'body'; set data.text_field to one of body, or name the fields",
+        ),
         (
             {"text": [[1]], "body": ["x"]},
             {},
@@ -511,6 +515,62 @@ def test_a_table_without_text_says_which_columns_hold_some(tmp_path, columns, se
     with pytest.raises(DataError) as refused:
         load(tmp_path, tmp_path / "a.parquet", **settings)
     assert problem in str(refused.value)
+
+
+NAMELESS = {
+    "conversation": ({"id": "x", "conversation": spoken("?", "!")}, {"messages": "conversation"}),
+    "dialogue": ({"dialogue": sharegpt("?", "!")["conversations"]}, {"conversations": "dialogue"}),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", NAMELESS)
+def test_a_field_of_messages_with_another_name_is_told_with_the_setting_that_reads_it(tmp_path, name, form):
+    record, fields = NAMELESS[name]
+    path = tmp_path / f"a.{form}"
+    if form == "jsonl":
+        write_records(path, [record])
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    [(field, called)] = fields.items()
+    with pytest.raises(DataError, match=rf"; set data\.fields\.{field}={called} to read conversations"):
+        load(tmp_path, path)
+    assert check_data(DataConfig(source=str(path), fields=fields), SPEC).num_tokens > 0
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_messages_with_other_keys_are_told_with_the_settings_of_these_too(tmp_path, form):
+    path = tmp_path / f"a.{form}"
+    record = {"talk": [{"speaker": "user", "words": "?"}, {"speaker": "assistant", "words": "!"}]}
+    if form == "jsonl":
+        write_records(path, [record])
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    with pytest.raises(
+        DataError, match=r"set data\.fields\.messages=talk, and .*role and .*content .* 'speaker', 'words'"
+    ):
+        load(tmp_path, path)
+    fields = {"role": "speaker", "content": "words"}
+    with pytest.raises(DataError, match=r"set data\.fields\.messages=talk to read conversations"):
+        load(tmp_path, path, fields=fields)
+    assert check_data(DataConfig(source=str(path), fields=fields | {"messages": "talk"}), SPEC).num_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        ([{"body": 7}] * 101, "none of the first 101 records can be trained on: unusable lines (101 missing field)"),
+        ([{"text": ""}] * 101, "none of the first 101 records can be trained on: unusable lines (101 empty)"),
+        ([{"text": "x"}, *[{"text": ""}] * 101], "more than data.max_bad_lines=100 unusable lines (101 empty)"),
+    ],
+)
+def test_a_higher_limit_is_advised_only_where_other_records_were_usable(tmp_path, records, told):
+    source = write_records(tmp_path / "a.jsonl", records)
+    for read in (lambda: load(tmp_path, source), lambda: check_data(DataConfig(source=str(source)), SPEC)):
+        with pytest.raises(DataError) as refused:
+            read()
+        assert told in str(refused.value)
+        assert ("raise the limit" in str(refused.value)) == (records[0] == {"text": "x"})
 
 
 def test_a_dictionary_of_strings_is_a_text_column(tmp_path):

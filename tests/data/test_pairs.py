@@ -215,11 +215,13 @@ BAD = {
     "a null": ({"prompt": "?", "chosen": "yes", "rejected": None}, "wrong type ('rejected' is null)"),
     "a field that is missing": (
         {"prompt": "?", "chosen": "yes"},
-        "missing field (no 'chosen' and 'rejected' among 'prompt', 'chosen', which make a pair of answers)",
+        "missing field (no 'chosen' and 'rejected' among 'prompt', 'chosen', which make a pair of answers; if they "
+        "have other names, set data.fields.chosen and data.fields.rejected)",
     ),
     "a text": (
         {"text": "yes"},
-        "missing field (no 'chosen' and 'rejected' among 'text', which make a pair of answers)",
+        "missing field (no 'chosen' and 'rejected' among 'text', which make a pair of answers; to train on texts, "
+        "leave out --objective (training.objective=next_token))",
     ),
     "equal answers": (
         {"prompt": "?", "chosen": "yes", "rejected": "yes"},
@@ -369,3 +371,28 @@ def test_answers_may_call_tools_that_are_given_beside_them(tmp_path):
         assert counted.startswith("twice({")
         assert "twice(" not in other
         assert other_counted.startswith("I would guess")
+
+
+OTHERS = {
+    "texts": {"text": "a text"},
+    "conversations": {"messages": say("?", "!")},
+    "pairs of prompt and completion": {"prompt": "?", "completion": "!"},
+}
+
+
+@pytest.mark.parametrize("title", OTHERS)
+@pytest.mark.parametrize("number", [3, 200])
+def test_data_of_another_objective_are_told_with_what_trains_on_them(tmp_path, title, number):
+    source = write(tmp_path / "a.jsonl", [OTHERS[title]] * number)
+    with pytest.raises(DataError) as refused:
+        load(tmp_path, source)
+    assert f"to train on {title}, leave out --objective (training.objective=next_token)" in str(refused.value)
+    assert "raise the limit" not in str(refused.value)
+
+
+def test_a_table_of_texts_is_told_the_same(tmp_path):
+    pq.write_table(pa.table({"text": ["a text"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        DataError, match=r"a\.parquet has no 'chosen' and 'rejected' among 'text', 'id', .*leave out --obj"
+    ):
+        load(tmp_path, tmp_path / "a.parquet")
