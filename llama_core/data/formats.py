@@ -228,6 +228,8 @@ class FormatCounts:
     """Records with a field that nothing reads, by the field as a note names it; of the first ``_MOST_KEPT``."""
     num_nulls: int = 0
     """Keys that a table gave to the tools or the arguments of calls, as null, and that were dropped."""
+    num_kept_nulls: int = 0
+    """Those that are null in JSON, and were kept."""
 
     def add(self, rows: Sequence[RecordFormat], record: Record) -> None:
         """Count a record that was read as the first of some formats."""
@@ -256,6 +258,7 @@ class FormatCounts:
             dict(Counter(self.unused) + Counter(other.unused)),
             dict(list(ignored.items())[:_MOST_KEPT]),
             self.num_nulls + other.num_nulls,
+            self.num_kept_nulls + other.num_kept_nulls,
         )
 
     def notes(self, names: FieldNames) -> Iterator[str]:
@@ -273,6 +276,11 @@ class FormatCounts:
             yield (
                 f"{self.num_nulls:,} null in calls of tools or in their schemas left out: a table gives all objects of "
                 "a column the same keys; where null is meant, write arguments and tools as JSON text"
+            )
+        if self.num_kept_nulls:
+            yield (
+                f"{self.num_kept_nulls:,} null in calls of tools or in their schemas are trained on as they are; if "
+                "they come from a table, which fills them in, leave them out"
             )
         if names.given and not any(names.are_given_for(row) for row in used):
             fields = ", ".join(f"{field}={name}" for field, name in names.given.items())
@@ -331,6 +339,8 @@ def read_record(
     content = rows[0].read(record)
     counts.add(rows, record)
     counts.num_nulls += num_nulls
+    if isinstance(content, Conversation) and not is_row:
+        counts.num_kept_nulls += _num_nulls(content)
     for name in unread:
         counts.ignore(repr(name))
     return content
@@ -342,6 +352,14 @@ def _unrecognised(values: dict[str, Any], names: FieldNames) -> UnusableRecordEr
     if null:
         return UnusableRecordError("wrong type", f"{' and '.join(null)} {'is' if len(null) == 1 else 'are'} null")
     return UnusableRecordError("missing field", what_is_missing(values, names))
+
+
+def _num_nulls(content: Conversation) -> int:
+    """Return how many values in the tools of a conversation, and in the arguments of its calls, are null."""
+    calls = [message.get("tool_calls") for message in content.messages if isinstance(message, dict)]
+    if not (content.tools or any(calls)):
+        return 0
+    return without_nulls({_TOOLS_FIELD: content.tools, "calls": calls}, _TOOLS_FIELD)[1]
 
 
 def what_is_missing(values: Mapping[str, Any], names: FieldNames) -> str:
@@ -373,7 +391,7 @@ def _choice_of_objective(values: Mapping[str, Any], names: FieldNames) -> str:
 
 def choice_of_field(values: Mapping[str, Any], names: FieldNames) -> str:
     """Return which setting reads a record of no known format."""
-    choices = []
+    choices: list[str] = []
     for name, value in values.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict):
@@ -501,7 +519,7 @@ def _history(record: Record) -> list[Message]:
     given = record.get("history")
     name = record.names["history"]
     remedy = "make it a list of pairs of a question and an answer"
-    if given is None:
+    if given is None or (isinstance(given, str) and not given.strip()):
         return []
     if not isinstance(given, list):
         raise MalformedRecordError(f"{name!r} is {json_type(given)}; {remedy}")

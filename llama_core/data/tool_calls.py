@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama_core.data.bad_lines import json_type
+from llama_core.data.bad_lines import UnusableRecordError, json_type
 from llama_core.data.rendering import Message, TemplateRefusalError, Tools
 from llama_core.errors import DataError
 
@@ -146,6 +146,9 @@ def without_nulls(values: dict[str, Any], tools: str) -> tuple[dict[str, Any], i
     Args:
         values: the row.
         tools: the field of its tools.
+
+    Raises:
+        UnusableRecordError: if it is nested too deeply.
     """
     num_nulls = 0
 
@@ -160,7 +163,11 @@ def without_nulls(values: dict[str, Any], tools: str) -> tuple[dict[str, Any], i
             num_nulls += len(value) - len(kept)
         return {key: cleaned(item, is_told=is_told or key == _ARGUMENTS) for key, item in kept.items()}
 
-    return {name: cleaned(value, is_told=name == tools) for name, value in values.items()}, num_nulls
+    try:
+        kept = {name: cleaned(value, is_told=name == tools) for name, value in values.items()}
+    except RecursionError:
+        raise UnusableRecordError("not supported", "its values are nested too deeply") from None
+    return kept, num_nulls
 
 
 def canonical(message: Message) -> Message:

@@ -157,6 +157,11 @@ CHATS = {
         [spoken(*EARLIER, *pair) for pair in PAIRS],
         "40 Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and 'history')",
     ),
+    "alpaca with a blank history": (
+        [{"instruction": asked, "output": said, "history": ""} for asked, said in PAIRS],
+        [spoken(*pair) for pair in PAIRS],
+        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and 'history')",
+    ),
     "pairs with a history of messages": (
         [{"prompt": asked, "completion": said, "history": spoken(*EARLIER)} for asked, said in PAIRS],
         [spoken(*EARLIER, *pair) for pair in PAIRS],
