@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DataConfig, DataSource, paths_of
 from llama_core.data.file_kinds import kind_of
 from llama_core.data.find import is_data_file
+from llama_core.data.splits import is_held_out
 from llama_core.errors import HubError
 from llama_core.hub import HubName, Kind, Snapshot, at_revision, download, folder_of, look_up
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
@@ -31,8 +31,6 @@ INITIAL_WEIGHTS = "training.init_from"
 _VALIDATION = "data.validation"
 DOCUMENTS = ("data.source", "data.sources", _VALIDATION)
 """The settings that say where documents are, themselves or in the keys within them."""
-_HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
-"""Words in the path of a file that say that it is not for training."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ def _data_files(name: HubName) -> tuple[list[str], list[str]]:
     if not asked:
         some = ", ".join(dict.fromkeys(_some_folder([file]) for file in files[:1000]))
         raise HubError(f"{name.repository} holds no data in {name.path!r}; it has some in {some}")
-    held_out = [file for file in asked if _HELD_OUT & set(re.findall("[a-z]+", file.lower()))]
+    held_out = [file for file in asked if is_held_out(file)]
     return sorted(set(asked) - set(held_out)), held_out
 
 

@@ -156,17 +156,42 @@ class LossOnData:
         self._seq_len = seq_len
         self._num_sequences = num_sequences
         self._rows: dict[str, PackedDataset] = {}
+        self._notes: list[str] = []
         self._most = 0
 
     def check(self, weights: Path, config: RunConfig) -> None:
         """Tokenise the data, and refuse what has no rows."""
         if not self._rows:
-            self._rows = _rows(weights, config, self._data, self._seq_len, self.tokenizer)
+            self._rows = self._rows_for(weights, config)
             self._most = _most_rows(config, self._num_sequences, len(self._rows), by_default=self._data is None)
+
+    def _rows_for(self, weights: Path, config: RunConfig) -> dict[str, PackedDataset]:
+        """Return the rows to evaluate on, by name."""
+        length = self._seq_len or config.first_seq_len
+        named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, self.tokenizer)})
+        if self._data is not None:
+            self._notes = []
+            return _named_rows(self._data, named, config.spec, length, self._notes)
+        if not is_checkpoint(weights):
+            raise ConfigError(f"{weights} is no run, so nothing is held out; name data with --data")
+        if config.data.source == DATALOADER:
+            raise ConfigError("this run was trained on a dataloader; name data with --data")
+        if config.objective.reads != "documents":
+            raise ConfigError(
+                f"this run was trained for {config.objective.name} on {config.objective.reads}, which have no loss of "
+                "the next token; name texts or conversations with --data"
+            )
+        held_out = load_datasets(named, config.spec, seq_len=length).validation
+        if not held_out:
+            raise ConfigError("this run holds no documents out; name data with --data")
+        return {HELD_OUT if name == UNNAMED else name: packed for name, packed in held_out.items()}
 
     def prepare(self, weights: Path, config: RunConfig, tell: Tell) -> None:
         """Read the rows."""
         self.check(weights, config)
+        for note in self._notes:
+            tell(note)
+        self._notes.clear()
 
     def answers(self, asked: AskedModel, tell: Tell, on_progress: OnProgress) -> Iterator[Evaluation]:
         """Yield the loss on each of the data; data-parallel ranks share the rows."""
@@ -206,37 +231,16 @@ class LossOnData:
         return Evaluation.from_record(record)
 
 
-def _rows(
-    weights: Path, config: RunConfig, data: Mapping[str, DataSource] | None, seq_len: int | None, tokenizer: str | None
-) -> dict[str, PackedDataset]:
-    """Return the rows to evaluate on, by name."""
-    length = seq_len or config.first_seq_len
-    named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, tokenizer)})
-    if data is not None:
-        return _named_rows(data, named, config.spec, length)
-    if not is_checkpoint(weights):
-        raise ConfigError(f"{weights} is no run, so nothing is held out; name data with --data")
-    if config.data.source == DATALOADER:
-        raise ConfigError("this run was trained on a dataloader; name data with --data")
-    if config.objective.reads != "documents":
-        raise ConfigError(
-            f"this run was trained for {config.objective.name} on {config.objective.reads}, which have no loss of the "
-            "next token; name texts or conversations with --data"
-        )
-    held_out = load_datasets(named, config.spec, seq_len=length).validation
-    if not held_out:
-        raise ConfigError("this run holds no documents out; name data with --data")
-    return {HELD_OUT if name == UNNAMED else name: packed for name, packed in held_out.items()}
-
-
 def _named_rows(
-    sources: Mapping[str, DataSource], data: DataConfig, spec: ModelSpec, seq_len: int
+    sources: Mapping[str, DataSource], data: DataConfig, spec: ModelSpec, seq_len: int, notes: list[str]
 ) -> dict[str, PackedDataset]:
+    """Return the rows of each of the data; add to ``notes`` what may be unintended in them."""
     tokenizer = model_tokenizer(data, spec)
     rows = {}
     for name, source in sources.items():
-        cache = tokenised(source, data, tokenizer, spec, None).cache
-        rows[name] = pack(everything(cache), seq_len, document_mask=data.document_mask)
+        made = tokenised(source, data, tokenizer, spec, None, held_out=True)
+        notes += made.notes
+        rows[name] = pack(everything(made.cache), seq_len, document_mask=data.document_mask)
         if not len(rows[name]):
             raise DataError(f"no conversation of {name} has a token that counts among its first {seq_len + 1:,}")
     return rows

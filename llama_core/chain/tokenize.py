@@ -1,9 +1,10 @@
 """Tokenise the data of a run before it begins, with all cores of this machine or of a cluster's nodes."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +14,7 @@ from llama_core.chain.console import say
 from llama_core.chain.downloads import INITIAL_WEIGHTS, resolve
 from llama_core.chain.paths import data_from_anywhere
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import DATALOADER, SAMPLE, paths_of
+from llama_core.config.settings import DATALOADER, SAMPLE, DataSource, paths_of
 from llama_core.data.corpus import OnProgress
 from llama_core.data.datasets import load_datasets
 from llama_core.data.find import find_files
@@ -114,8 +115,7 @@ def refuse_long_wait(config: RunConfig) -> None:
         DataError: naming the command that tokenises with all cores, before the job.
     """
     data = config.data
-    given = [*data.training_sources.values(), *data.validation_sources.values()]
-    files = [file for source in given if source != SAMPLE for file in find_files(*paths_of(source)).files]
+    files = [*_files(data.training_sources), *_files(data.validation_sources, held_out=True)]
     if _wait(files) <= LONGEST_WAIT_SECONDS:  # and nothing is written on this machine
         return
     missing = [
@@ -132,6 +132,12 @@ def refuse_long_wait(config: RunConfig) -> None:
         )
 
 
+def _files(sources: Mapping[str, DataSource], *, held_out: bool = False) -> Iterator[SourceFile]:
+    for source in sources.values():
+        if source != SAMPLE:
+            yield from find_files(*paths_of(source), held_out=held_out).files
+
+
 def _wait(files: Sequence[SourceFile]) -> float:
     """Return the seconds for which ranks wait for files to be tokenised."""
     return total_bytes(files) / SLOW_BYTES_PER_SECOND
@@ -140,8 +146,9 @@ def _wait(files: Sequence[SourceFile]) -> float:
 def _found(start: Start) -> list[FoundSource]:
     """Return the sources of a run, also those of held-out documents."""
     tokenizer = model_tokenizer(start.data, start.spec)
-    given = [*start.data.training_sources.values(), *start.data.validation_sources.values()]
-    return [found_source(source, start.data, tokenizer, start.spec, reads=start.reads) for source in given]
+    find = partial(found_source, data=start.data, tokenizer=tokenizer, spec=start.spec, reads=start.reads)
+    training = [find(source) for source in start.data.training_sources.values()]
+    return [*training, *(find(source, held_out=True) for source in start.data.validation_sources.values())]
 
 
 def _orders(source: FoundSource) -> list[Order]:

@@ -62,8 +62,14 @@ class BadLines:
         """Lines of all kinds."""
         return sum(self.counts.values())
 
-    def add(self, location: str, problem: UnusableRecordError, limit: int) -> None:
+    def add(self, location: str, problem: UnusableRecordError, limit: int, num_usable: int) -> None:
         """Count one line.
+
+        Args:
+            location: where it is.
+            problem: why it is unusable.
+            limit: how many lines may be.
+            num_usable: how many others were usable so far.
 
         Raises:
             DataError: if there are now more than ``limit``.
@@ -76,14 +82,16 @@ class BadLines:
                 same.locations.append(location)
         elif len(self.examples) < MAX_EXAMPLES:
             self.examples.append(SameProblem(str(problem), [location]))
-        self.check(limit)
+        self.check(limit, num_usable)
 
-    def check(self, limit: int) -> None:
-        """Refuse more than ``limit`` unusable lines.
+    def check(self, limit: int, num_usable: int) -> None:
+        """Refuse more than ``limit`` unusable lines beside a number of usable ones.
 
         Raises:
             DataError: naming the first ones.
         """
+        if self.total > max(limit, MAX_EXAMPLES) and not num_usable:  # a higher limit would not help
+            raise DataError(f"none of the first {self.total:,} records can be trained on: {self}")
         if self.total > limit:
             raise DataError(f"more than data.max_bad_lines={limit} {self}; fix them or raise the limit")
 

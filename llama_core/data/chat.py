@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -22,6 +23,14 @@ from llama_core.data.chat_template import (
     ChatTemplate,
 )
 from llama_core.data.corpus import Document, Turns
+from llama_core.data.message_keys import (
+    COUNTING,
+    THOUGHTS,
+    check_counting,
+    ignored_keys,
+    is_muted,
+    with_other_words,
+)
 from llama_core.data.pairs import SYSTEM_ROLES, LabelledAnswer, Pair, equal_answers, no_answer
 from llama_core.data.rendering import Message, Spans, TemplateRefusalError, Tools
 from llama_core.data.source_file import SourceFile
@@ -34,8 +43,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """The known roles; a template may accept fewer."""
 _CALLS = ("tool_calls", "function_call")
 """Keys of a message that are empty where it calls no tool."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a thought, the first of which most templates read; gpt-oss's read ``thinking``."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,12 @@ class ConversationCounts:
     """Those whose assistant is told of tools."""
     num_calls: int = 0
     """Calls of tools in all conversations."""
+    num_muted: int = 0
+    """Assistant turns that their records say are not trained on."""
+    num_lost_thoughts: int = 0
+    """Thoughts that the template leaves out."""
+    num_lost_prompts: int = 0
+    """System and developer messages that it leaves out."""
 
     @classmethod
     def of(cls, turns: Turns) -> Self:
@@ -67,6 +80,9 @@ class ConversationCounts:
             num_empty_turns=turns.num_empty_turns,
             num_with_tools=int(turns.num_tools > 0),
             num_calls=turns.num_calls,
+            num_muted=turns.num_muted,
+            num_lost_thoughts=turns.num_lost_thoughts,
+            num_lost_prompts=turns.num_lost_prompts,
         )
 
     def __add__(self, other: Self) -> Self:
@@ -76,10 +92,11 @@ class ConversationCounts:
     def __str__(self) -> str:
         """Return the counts as text, for a message."""
         tools = f", {self.num_with_tools:,} with tools, {self.num_calls:,} tool calls"
+        muted = f", {self.num_muted:,} of them not trained on" if self.num_muted else ""
         empty = f"; {self.num_empty_turns:,} empty turns dropped" if self.num_empty_turns else ""
         return (
             f"{self.num_conversations:,} conversations ({self.num_multi_turn:,} multi-turn, "
-            f"{self.num_with_system:,} with a system prompt, {self.num_assistant_turns:,} assistant turns"
+            f"{self.num_with_system:,} with a system prompt, {self.num_assistant_turns:,} assistant turns{muted}"
             f"{tools if self.num_with_tools or self.num_calls else ''}{empty})"
         )
 
@@ -140,8 +157,10 @@ class ChatFormat:
             raise UnusableRecordError(
                 "no assistant turn", "none of it would count in the loss; set data.loss_on=all to count every token"
             )
+        shown = self._for_template(kept, location, tools)
+        muted = [is_muted(message) for message in kept]
         try:
-            text, counted = self._render(self._for_template(kept, location, tools), tools or None)
+            text, counted = self._render(shown, tools or None, has_muted=any(muted))
         except TemplateRefusalError as error:
             raise self._refused(error, location, num_empty) from None
         checked_text(text)
@@ -150,11 +169,11 @@ class ChatFormat:
                 f"{location}: chat template {self.template.name!r} renders no assistant text; set another "
                 "data.chat_template, or data.loss_on=all"
             )
+        if any(muted):
+            counted = self._without_muted(counted, kept, len(text), location)
         identity = json.dumps([canonical(message) for message in kept], sort_keys=True, default=str)
-        has_system = kept[0]["role"] in SYSTEM_ROLES
-        num_calls = sum(len(message.get("tool_calls", ())) for message in kept)
         return Document(
-            text, location, Turns(counted, identity, num_turns, has_system, num_empty, len(tools), num_calls)
+            text, location, self._turns(shown, text, counted, tools, num_empty=num_empty, identity=identity)
         )
 
     def _pair(self, pair: Pair, location: str, tools: Sequence[Message]) -> Document:
@@ -201,8 +220,9 @@ class ChatFormat:
         if num_turns == num_before:
             raise no_answer(name)
         num_empty = len(spoken) - len(kept)
+        shown = self._for_template(kept, location, tools)
         try:
-            text, spans = self.template.render_with_spans(self._for_template(kept, location, tools), tools or None)
+            text, spans = self.template.render_with_spans(shown, tools or None)
         except TemplateRefusalError as error:
             raise self._refused(error, location, num_empty) from None
         checked_text(text)
@@ -212,9 +232,102 @@ class ChatFormat:
                 f"{location}: chat template {self.template.name!r} renders no text of the answer {name!r}; set another "
                 "data.chat_template"
             )
-        has_system = kept[0]["role"] in SYSTEM_ROLES
-        num_calls = sum(len(message.get("tool_calls", ())) for message in kept)
-        return text, Turns(counted, "", num_turns, has_system, num_empty, len(tools), num_calls)
+        if any(map(is_muted, kept)):
+            unmuted = self._spans_that_count(spans, kept, location)
+            counted = tuple(span for span in counted if span in unmuted)
+            if not counted:
+                raise _all_muted()
+        return text, self._turns(shown, text, counted, tools, num_empty=num_empty)
+
+    def _turns(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        counted: Spans,
+        tools: Sequence[Message],
+        *,
+        num_empty: int,
+        identity: str = "",
+    ) -> Turns:
+        """Return what is known of the turns of a conversation beside its text.
+
+        Args:
+            messages: the conversation, as it was rendered.
+            text: what the template has made of it.
+            counted: the spans of characters that count.
+            tools: those that the assistant is told of.
+            num_empty: messages that were dropped before.
+            identity: the messages as JSON.
+        """
+        lost = self._lost(messages, text, tools)
+        ignored = [key for message in messages for key in ignored_keys(message, self.loss_on, self.template.may_read)]
+        return Turns(
+            counted,
+            identity,
+            sum(message["role"] == "assistant" for message in messages),
+            has_system=messages[0]["role"] in SYSTEM_ROLES,
+            num_empty_turns=num_empty,
+            num_tools=len(tools),
+            num_calls=sum(len(message.get("tool_calls", ())) for message in messages),
+            num_muted=sum(map(is_muted, messages)),
+            num_lost_thoughts=sum(role == "assistant" for role in lost),
+            num_lost_prompts=sum(role in SYSTEM_ROLES for role in lost),
+            ignored_keys=tuple(dict.fromkeys(ignored)),
+        )
+
+    def _lost(self, messages: Sequence[Message], text: str, tools: Sequence[Message]) -> list[str]:
+        """Return the role of each message whose thought, or else whose prompt, the template leaves out of the text.
+
+        What is not in the text may only be written in another way, such as without spaces or as JSON. So each is
+        replaced by a word, and the conversation rendered again.
+        """
+        words: dict[str, str] = {}
+        marked: list[Message] = []
+        for message in messages:
+            word = secrets.token_hex(8)
+            with_word = with_other_words(message, text, word)
+            marked.append(with_word)
+            if with_word is not message:
+                words[word] = message["role"]
+        if not words:
+            return []
+        try:
+            rendered = self.template.render(marked, tools or None)
+        except TemplateRefusalError:  # it may check what is in them
+            rendered = text
+        return [role for word, role in words.items() if word not in rendered]
+
+    def _spans_that_count(self, spans: Spans, messages: Sequence[Message], location: str) -> Spans:
+        """Return the spans of those assistant turns that their record does not say are not trained on.
+
+        Raises:
+            DataError: if the template does not show which span is of which turn.
+        """
+        turns = [message for message in messages if message["role"] == "assistant"]
+        if len(spans) != len(turns):
+            key = next(key for message in turns if is_muted(message) for key in COUNTING if key in message)
+            raise DataError(
+                f"{location}: chat template {self.template.name!r} marks {len(spans):,} parts of {len(turns):,} "
+                f"assistant turns, so nobody can say which of them {key!r} means; mark each turn once"
+            )
+        return tuple(span for span, turn in zip(spans, turns, strict=True) if not is_muted(turn))
+
+    def _without_muted(self, spans: Spans, messages: Sequence[Message], length: int, location: str) -> Spans:
+        """Return the spans of characters that count in a conversation with turns that are not trained on.
+
+        Args:
+            spans: those of all assistant turns.
+            messages: the conversation.
+            length: characters of its text.
+            location: the record's place, for errors.
+        """
+        counted = self._spans_that_count(spans, messages, location)
+        if self.loss_on == "all":
+            bounds = [0, *(bound for span in spans if span not in counted for bound in span), length]
+            counted = tuple(zip(bounds[::2], bounds[1::2], strict=True))
+        if not any(end > begin for begin, end in counted):
+            raise _all_muted()
+        return counted
 
     def _refused(self, error: TemplateRefusalError, location: str, num_empty: int) -> Exception:
         """Return the error of a conversation that the template refuses: to leave it out, if it had empty turns."""
@@ -247,8 +360,9 @@ class ChatFormat:
             "has, such as the model's own chat_template.jinja"
         )
 
-    def _render(self, messages: Sequence[Message], tools: Tools) -> tuple[str, Spans]:
-        if self.loss_on == "assistant":
+    def _render(self, messages: Sequence[Message], tools: Tools, *, has_muted: bool) -> tuple[str, Spans]:
+        """Return a conversation as text, and the spans that count: with muted turns, those of all the assistant's."""
+        if self.loss_on == "assistant" or has_muted:
             return self.template.render_with_spans(messages, tools)
         text = self.template.render(messages, tools)
         return text, ((0, len(text)),)
@@ -335,6 +449,17 @@ def notes(
                 f"chat template {chat.template.name!r} ignores tools: {conversations.num_with_tools:,} conversations "
                 "have some, which are not in their text"
             )
+        if conversations.num_lost_thoughts:
+            yield (
+                f"chat template {chat.template.name!r} leaves out the thoughts of {conversations.num_lost_thoughts:,} "
+                f"of {conversations.num_assistant_turns:,} assistant turns, which are not trained on; set "
+                "data.chat_template to one that writes them"
+            )
+        if conversations.num_lost_prompts:
+            yield (
+                f"chat template {chat.template.name!r} leaves out {conversations.num_lost_prompts:,} system or "
+                "developer messages, which are not in the text; set data.chat_template to one that writes them"
+            )
         if num_texts:
             yield f"{num_texts:,} of the documents are texts, where every token counts in the loss"
         return
@@ -360,7 +485,7 @@ def encode(
     """Return each document's tokens and a mask of those that do not count in the loss; None for a text: all count.
 
     The tokens of a conversation are those of its whole text, as transformers' ``apply_chat_template`` gives them.
-    A token counts if any of its characters does. Ids that a record holds are taken as they are.
+    A token counts if any of its characters does. Ids that a record holds are taken as they are, with its mask.
 
     Raises:
         DataError: if the tokenizer has no such id.
@@ -372,7 +497,7 @@ def encode(
     encoded: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]] = []
     for document in documents:
         if document.ids is not None:
-            encoded.append((_known(document.ids, tokenizer, document.location), None))
+            encoded.append((_known(document.ids, tokenizer, document.location), document.ignored))
         elif document.turns is not None:
             encoded.append(_with_mask(next(chats), document.turns))
         else:
@@ -413,8 +538,9 @@ def _checked(message: Message, which: str, location: str) -> Message:
         raise DataError(f"{location}: {which} has {json_type(role)} as its 'role'; make it a string")
     if role not in ROLES:
         raise DataError(f"{location}: {which} has the unknown role {role!r}; use one of {', '.join(ROLES)}")
+    check_counting(message, which, location)
     checked = {key: value for key, value in message.items() if value is not None and key not in _CALLS}
-    thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
     if thought is not None:  # as transformers does, so that a template finds it by either name
         checked = {"thinking": thought, **checked, "reasoning_content": thought}
     if message.get("tool_calls"):
@@ -422,6 +548,11 @@ def _checked(message: Message, which: str, location: str) -> Message:
         if message.get("content") is None:
             return checked
     return checked | {"content": _content(message, which, location)}
+
+
+def _all_muted() -> UnusableRecordError:
+    """Return the error of a conversation none of whose turns is trained on."""
+    return UnusableRecordError("no assistant turn", "the record says that none of them is trained on")
 
 
 def _says_something(message: Message) -> bool:

@@ -6,6 +6,7 @@ find it by rendering the conversation turn by turn.
 
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -159,6 +160,14 @@ class ChatTemplate:
         is_dated = any("strftime_now" in text for text in self._sources)
         today = self._today.isoformat() if is_dated else None
         return hashlib.sha256(json.dumps([*self._sources, self._variables, today]).encode()).hexdigest()
+
+    def may_read(self, key: str) -> bool:
+        """Return whether the template spells a key of a message, without which it cannot read it by its name."""
+        return key in self._words
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(word for text in self._sources for word in re.findall(r"\w+", text))
 
     def tool_support(self, *, with_tools: bool) -> ToolSupport:
         """Return what the template makes of tools.

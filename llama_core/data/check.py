@@ -65,7 +65,7 @@ def check_data(data: DataConfig, spec: ModelSpec, *, reads: Reads = "documents")
     tokenizer = model_tokenizer(data, spec)
     first = partial(_first_records, data=data, spec=spec, tokenizer=tokenizer, reads=reads)
     sources = {name: first(source) for name, source in data.training_sources.items()}
-    held_out = [first(source) for source in data.validation_sources.values()]
+    held_out = [first(source, held_out=True) for source in data.validation_sources.values()]
     found = list(sources.values())
     chat = next((one.chat for one in found if one.conversations.num_conversations), found[0].chat)
     conversations = sum((one.conversations for one in found), ConversationCounts())
@@ -105,13 +105,19 @@ def _num_tokens(sources: Sequence[_FirstRecords]) -> int | None:
 
 
 def _first_records(
-    source: DataSource, data: DataConfig, spec: ModelSpec, tokenizer: Tokenizer, reads: Reads
+    source: DataSource,
+    data: DataConfig,
+    spec: ModelSpec,
+    tokenizer: Tokenizer,
+    reads: Reads,
+    *,
+    held_out: bool = False,
 ) -> _FirstRecords:
     refuse_sample(source, reads)
     if source == SAMPLE:
         return _FirstRecords("the source of Python's standard library", ())
     name = name_of(source)
-    found = find_files(*paths_of(source))
+    found = find_files(*paths_of(source), held_out=held_out)
     names = FieldNames.of(data, reads)
     chat = chat_format(data, tokenizer, spec, found.files)
     bad_lines = BadLines()

@@ -4,7 +4,7 @@ A kind of file gives records (``file_kinds.py``), a format of records gives text
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,14 @@ class Turns:
     """Tools that the assistant is told of."""
     num_calls: int = 0
     """Calls of tools in all assistant turns."""
+    num_muted: int = 0
+    """Assistant turns that the record says are not trained on."""
+    num_lost_thoughts: int = 0
+    """Thoughts that the template leaves out of the text."""
+    num_lost_prompts: int = 0
+    """System and developer messages that it leaves out."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of the messages that nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Document:
     """Turns of a conversation; None for a text, where every token counts in the loss."""
     ids: npt.NDArray[np.int64] | None = None
     """Its tokens, if the record holds them and no text."""
+    ignored: npt.NDArray[np.bool_] | None = None
+    """Those of ``ids`` that do not count in the loss; None if all do."""
     other: "Document | None" = None
     """The rejected answer with its prompt, if this is the chosen one of a pair."""
     is_good: bool | None = None
@@ -91,6 +101,8 @@ class Tally:
     """The formats of the others."""
     num_bytes: int = 0
     """Bytes of the files up to the end of the last document, or somewhat more."""
+    num_documents: int = 0
+    """Documents so far."""
 
 
 def read_documents(
@@ -127,13 +139,16 @@ def read_documents(
             location = f"{file.path}{raw.place}"
             tally.num_bytes = before + raw.position
             try:
-                read = read_record(_parsed(raw.read), names, tally.formats)
+                read = read_record(_parsed(raw.read), names, tally.formats, is_row=raw.is_row, unread=raw.unread)
                 document = _document(read, location, render)
             except UnusableRecordError as problem:
-                tally.bad_lines.add(location, problem, max_bad_lines)
+                tally.bad_lines.add(location, problem, max_bad_lines, tally.num_documents)
             except MalformedRecordError as problem:
                 raise DataError(f"{location}: {problem}") from None
             else:
+                tally.num_documents += 1
+                for key in _ignored_keys(document):
+                    tally.formats.ignore(f"{key!r} of messages")
                 yield document
             if tally.num_bytes >= reported + MIB:
                 reported = tally.num_bytes
@@ -145,11 +160,16 @@ def read_documents(
 
 def _document(content: Content, location: str, render: RenderConversation) -> Document:
     if isinstance(content, Tokens):
-        return Document("", location, ids=content.ids)
+        return Document("", location, ids=content.ids, ignored=content.ignored)
     if isinstance(content, str):
         return Document(content, location)
     spoken = content.messages if isinstance(content, Conversation) else content
     return render(spoken, location, content.tools)
+
+
+def _ignored_keys(document: Document) -> Iterable[str]:
+    """Return the keys of a record's messages that nothing reads."""
+    return dict.fromkeys(key for part in document.parts if part.turns for key in part.turns.ignored_keys)
 
 
 def _raw_records(

@@ -234,9 +234,9 @@ def load_datasets(
     """
     tokenizer = model_tokenizer(data, spec)
 
-    def all_tokenised(sources: Mapping[str, DataSource]) -> dict[str, TokenisedSource]:
+    def all_tokenised(sources: Mapping[str, DataSource], *, held_out: bool = False) -> dict[str, TokenisedSource]:
         return {
-            name: tokenised(source, data, tokenizer, spec, on_progress, reads=objective.reads)
+            name: tokenised(source, data, tokenizer, spec, on_progress, reads=objective.reads, held_out=held_out)
             for name, source in sources.items()
         }
 
@@ -250,7 +250,7 @@ def load_datasets(
         return {name: in_rows(chosen, seq_len) for name, chosen in selections.items()}
 
     sources = all_tokenised(data.training_sources)
-    validation_sources = all_tokenised(data.validation_sources)
+    validation_sources = all_tokenised(data.validation_sources, held_out=True)
     splits = _split(sources, validation_sources, data.validation_fraction)
     held_out = {name: everything(source.cache) for name, source in validation_sources.items()}
     train = packed({name: split.train for name, split in splits.items()})

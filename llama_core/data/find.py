@@ -14,6 +14,7 @@ from pathlib import Path
 from llama_core.data.file_kinds import beside, index_of, kind_of, known_kinds
 from llama_core.data.remote import RemotePath, path_of
 from llama_core.data.source_file import SourceFile, accessing
+from llama_core.data.splits import OF_DATASETS, is_held_out, not_of_data_sets
 from llama_core.data.undivided import has_llmc_header
 from llama_core.errors import DataError
 
@@ -21,8 +22,6 @@ _MOST_NAMED = 5
 """Most files that a sentence names."""
 _ABOUT_THE_DATA = ("readme", "license", "licence", "copying", "notice", "changelog", "citation")
 """Names of texts that describe a folder and are not part of what is in it."""
-_OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files in which Hugging Face's datasets library describes the others."""
 _IN_CACHE = ("blobs", "snapshots")
 """Where Hugging Face's cache keeps the files of a repository."""
 
@@ -63,10 +62,15 @@ class FoundFiles:
             yield f"{_files(names)} of several paths, taken once: {_first(names)}"
 
 
-def find_files(*paths: str) -> FoundFiles:
+def find_files(*paths: str, held_out: bool = False) -> FoundFiles:
     """Return the files of a source: each path's own, or all files below a folder, or those that a wildcard matches.
 
-    Files and folders whose names begin with a dot are skipped, but for those that are named.
+    Files and folders whose names begin with a dot are skipped, but for those that are named. If some of the files that
+    a path leads to are for validation or tests, by their paths below it, only the others are taken, or only these.
+
+    Args:
+        paths: the paths of the source.
+        held_out: take those for validation or tests.
 
     Raises:
         DataError: if a path leads to no file, or one cannot be accessed.
@@ -77,7 +81,7 @@ def find_files(*paths: str) -> FoundFiles:
     for source in paths:
         path = path_of(source)
         with accessing(path):
-            found, others = _look(path)
+            found, others = _look(path, held_out=held_out)
             left_out += others
             for file in found:
                 if file in taken:
@@ -92,7 +96,7 @@ def is_data_file(file: Path) -> bool:
     return not file.name.startswith(".") and not _why_not_by_name(file)
 
 
-def _look(path: Path) -> tuple[list[Path], list[LeftOut]]:
+def _look(path: Path, *, held_out: bool) -> tuple[list[Path], list[LeftOut]]:
     """Return the files of one path, and what is left out below it."""
     folder = path
     if path.is_dir():
@@ -118,12 +122,30 @@ def _look(path: Path) -> tuple[list[Path], list[LeftOut]]:
     belonging = {other for file in found for other in beside(file)}
     found = [file for file in found if file not in belonging]
     left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder))]
-    unusable = {one.path for one in left_out}
-    files = [file for file in found if file not in unusable]
+    files = _without(found, left_out)
+    left_out += [LeftOut(file, reason) for file, reason in not_of_data_sets(files, folder)]
+    files = _without(files, left_out)
     if not files:
         only = f"; left out {_described(left_out)}" if left_out else ""
         raise DataError(f"{where} no {known_kinds()}{only}")
-    return files, left_out
+    not_asked = _of_other_splits(files, folder, held_out=held_out)
+    return _without(files, not_asked), [*left_out, *not_asked]
+
+
+def _without(files: Sequence[Path], left_out: Sequence[LeftOut]) -> list[Path]:
+    others = {one.path for one in left_out}
+    return [file for file in files if file not in others]
+
+
+def _of_other_splits(files: Sequence[Path], folder: Path, *, held_out: bool) -> list[LeftOut]:
+    """Return the files below a folder that are for the other purpose; none if all are for one."""
+    for_training = [file for file in files if not is_held_out(str(file.relative_to(folder)))]
+    for_others = [file for file in files if is_held_out(str(file.relative_to(folder)))]
+    if not (for_training and for_others):
+        return []
+    if held_out:
+        return [LeftOut(file, "for training") for file in for_training]
+    return [LeftOut(file, "for validation or tests") for file in for_others]
 
 
 def _why_not(file: Path, folder: Path) -> str:
@@ -141,7 +163,7 @@ def _why_not_by_name(file: Path) -> str:
     if kind_of(file) is None:
         return "of an unknown kind"
     is_about = _is_document(file) and file.name.partition(".")[0].lower() in _ABOUT_THE_DATA
-    return "about the others" if is_about or file.name in _OF_DATASETS else ""
+    return "about the others" if is_about or file.name in OF_DATASETS else ""
 
 
 def _only_local(file: Path) -> str:

@@ -39,7 +39,7 @@ def pair_of_texts(chosen: str, rejected: str) -> Pair:
     """Return the pair of two texts that hold their prompt: the words with which both begin.
 
     Raises:
-        UnusableRecordError: if they are equal, or one has nothing after the prompt.
+        UnusableRecordError: if they are equal, begin differently, or one has nothing after the prompt.
     """
     if chosen == rejected:
         raise equal_answers()
@@ -49,6 +49,8 @@ def pair_of_texts(chosen: str, rejected: str) -> Pair:
     end = min(len(chosen), len(rejected)) if end < 0 else end
     while end and not chosen[end - 1].isspace():  # a word may begin alike
         end -= 1
+    if not chosen[:end].strip():
+        raise no_prompt("prompt", "chosen", "rejected")
     pair = Pair(chosen[:end], chosen[end:], rejected[end:])
     for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if isinstance(answer, str) and not answer.strip():
@@ -75,8 +77,15 @@ def pair_of_messages(prompt: Sequence[Message], chosen: Sequence[Message], rejec
 
 
 def has_prompt(pair: Pair) -> bool:
-    """Return whether a pair of messages has a turn before its answers, beside a system prompt."""
-    return any(isinstance(message, dict) and message["role"] not in SYSTEM_ROLES for message in pair.prompt)
+    """Return whether a pair of messages has a turn that says something before its answers, beside a system prompt."""
+    return any(_asks(message) for message in pair.prompt)
+
+
+def _asks(message: object) -> bool:
+    if not isinstance(message, dict) or message.get("role") in SYSTEM_ROLES:
+        return False
+    content = message.get("content")
+    return bool(content.strip()) if isinstance(content, str) else True
 
 
 def begin_alike(chosen: Sequence[Message], rejected: Sequence[Message]) -> bool:
@@ -92,3 +101,8 @@ def equal_answers() -> UnusableRecordError:
 def no_answer(name: str) -> UnusableRecordError:
     """Return the error of a pair without one of its answers."""
     return UnusableRecordError("empty", f"no answer is left of {name!r} beside the prompt")
+
+
+def no_prompt(prompt: str, chosen: str, rejected: str) -> UnusableRecordError:
+    """Return the error of a pair whose answers are to nothing, with the names of its fields."""
+    return UnusableRecordError("missing field", f"no {prompt!r}, and {chosen!r} and {rejected!r} begin differently")

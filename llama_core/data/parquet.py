@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llama_core.data.formats import FieldNames, choice_of_text
+from llama_core.data.formats import FieldNames, choice_of_field, what_is_missing
 from llama_core.data.raw_record import RawRecord
 from llama_core.data.remote import RemotePath
 from llama_core.data.source_file import Digest, SourceFile, take_all
@@ -28,13 +28,14 @@ def parquet_records(file: SourceFile, names: FieldNames, content: Digest | None)
     try:
         with _opened(file.path) as source, pq.ParquetFile(source) as table:
             columns = _columns(file, table.schema_arrow, names)
+            unread = _others(table.schema_arrow, columns)
             number = 0
             num_rows = table.metadata.num_rows
             for batch in table.iter_batches(batch_size=256, columns=columns):
                 for values in zip(*(batch.column(name) for name in columns), strict=True):
                     number += 1
                     position = file.num_bytes * number // num_rows
-                    yield RawRecord(f":{number}", position, partial(_row, columns, values))
+                    yield RawRecord(f":{number}", position, partial(_row, columns, values), True, unread)
     except pa.ArrowException as error:
         raise DataError(f"{file.path} is not a readable Parquet file: {' '.join(str(error).split())}") from None
 
@@ -55,10 +56,11 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
             number = 0
             for batch in batches:
                 columns = _columns(file, batch.schema, names)
+                unread = _others(batch.schema, columns)
                 position = source.tell()
                 for values in zip(*(batch.column(name) for name in columns), strict=True):
                     number += 1
-                    yield RawRecord(f":{number}", position, partial(_row, columns, values))
+                    yield RawRecord(f":{number}", position, partial(_row, columns, values), True, unread)
     except pa.ArrowException as error:
         raise DataError(f"{file.path} is not a readable Arrow file: {' '.join(str(error).split())}") from None
 
@@ -107,18 +109,39 @@ def _columns(file: SourceFile, schema: Any, names: FieldNames) -> list[str]:
     columns = [name for name in names.columns if name in schema.names]
     if twice := [name for name in columns if schema.names.count(name) > 1]:
         raise DataError(f"{file.path} has two columns {twice[0]!r}; keep one")
-    strings = [field.name for field in schema if _holds_strings(field.type)]
-    if names.text in columns and names.text not in strings:
+    if names.text in columns and not _holds_strings(schema.field(names.text).type):
         if not names.has_format([name for name in columns if name != names.text]):
+            others = {name: value for name, value in _example(schema).items() if name != names.text}
             kind = schema.field(names.text).type
-            raise DataError(f"{file.path}: column {names.text!r} is {kind}, not text{choice_of_text(strings)}")
+            raise DataError(f"{file.path}: column {names.text!r} is {kind}, not text; {choice_of_field(others, names)}")
         columns.remove(names.text)
     if not names.has_format(columns):
-        raise DataError(
-            f"{file.path} has no column {names.text!r} and none of a conversation, only {', '.join(schema.names)}"
-            f"{choice_of_text(strings)}"
-        )
+        raise DataError(f"{file.path} has {what_is_missing(_example(schema), names)}")
     return columns
+
+
+def _example(schema: Any) -> dict[str, object]:
+    """Return a record such as a table may have: with empty texts, and lists of one object."""
+    return {field.name: _example_of(field.type) for field in schema}
+
+
+def _example_of(kind: Any) -> object:
+    from pyarrow import types
+
+    if _holds_strings(kind):
+        return ""
+    if types.is_struct(kind):
+        return {field.name: _example_of(field.type) for field in kind}
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [_example_of(kind.value_type)]
+    return 0
+
+
+def _others(schema: Any, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a table that are not read and may hold something."""
+    from pyarrow import types
+
+    return tuple(field.name for field in schema if field.name not in columns and not types.is_null(field.type))
 
 
 def _holds_strings(kind: Any) -> bool:

@@ -18,6 +18,10 @@ class RawRecord(NamedTuple):
 
     Raises ``UnusableRecordError`` or another ``ValueError``, ``ArithmeticError`` or ``RecursionError`` if it has none.
     """
+    is_row: bool = False
+    """Whether it is of a table, whose objects of one column all have the same keys, with null where one is missing."""
+    unread: tuple[str, ...] = ()
+    """Columns of that table that ``read`` does not return."""
 
 
 def already_read(value: object) -> Callable[[], object]:

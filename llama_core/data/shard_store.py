@@ -47,7 +47,7 @@ from llama_core.records.files import read_typed, remove_temporaries
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 ABANDONED_AFTER_SECONDS = 24 * 3600
 SETTLED_AFTER_SECONDS = 2.0
 """A file system may give two changes the same time if less than this lies between them."""

@@ -75,22 +75,23 @@ def write_shard(
                 parts = [next(encoded) for _ in document.parts]
                 if any(_is_empty(document, *part, num_special) for part in parts):
                     problem = UnusableRecordError("empty", "the tokenizer gives it no token")
-                    tally.bad_lines.add(document.location, problem, max_bad_lines)
+                    tally.bad_lines.add(document.location, problem, max_bad_lines, len(hashes))
                     continue
                 ids, ignored = _one_after_another(parts)
                 if document.is_good is False:
                     seconds.append(0)
                 elif document.is_good or document.other is not None:
                     seconds.append(len(parts[0][0]))
-                if document.turns is not None and ignored is not None:
-                    ignored_file.seek(offsets[-1])  # past the texts before it, which leaves zeros
-                    ignored_file.write(ignored.tobytes())
+                if ignored is not None:
+                    _write_at(ignored_file, offsets[-1], ignored)
+                if document.turns is not None:
                     conversations += ConversationCounts.of(document.turns)
                 tokens_file.write(ids.astype(dtype, copy=False).tobytes())
                 offsets.append(offsets[-1] + len(ids))
                 hashes.append(_hash(document))
-                is_conversation.append(document.turns is not None)
-        ignored_file.truncate(offsets[-1] if conversations.num_conversations else 0)
+                is_conversation.append(ignored is not None)
+        has_masks = any(is_conversation)
+        ignored_file.truncate(offsets[-1] if has_masks else 0)
     text_hashes = np.asarray(hashes, "<u8")
     order = np.argsort(text_hashes, kind="stable")
     begins = np.asarray(offsets, "<i8")
@@ -100,7 +101,7 @@ def write_shard(
     in_order.write(TEXT_HASHES, [text_hashes[order]])
     in_order.write(OFFSETS, [ordered_offsets])
     in_order.gather(TOKENS, dtype, begins[order], lengths)
-    if conversations.num_conversations:
+    if has_masks:
         in_order.write(IS_CONVERSATION, [np.asarray(is_conversation, "u1")[order]])
         in_order.gather(IGNORED, np.dtype("u1"), begins[order], lengths)
     else:
@@ -110,7 +111,7 @@ def write_shard(
     record = ShardRecord(
         num_documents=len(hashes),
         num_tokens=offsets[-1],
-        has_conversations=bool(conversations.num_conversations),
+        has_conversations=has_masks,
         digest=in_order.digest.hexdigest()[:24],
         has_pairs=bool(seconds),
         tokenizer=tokenizer.name,
@@ -121,6 +122,12 @@ def write_shard(
     )
     write_json(folder / RECORD, record)
     return record
+
+
+def _write_at(file: BufferedWriter, place: int, values: npt.NDArray[np.bool_]) -> None:
+    """Write bytes past the end of a file, which leaves zeros for the texts in between."""
+    file.seek(place)
+    file.write(values.tobytes())
 
 
 class _InOrder:

@@ -137,7 +137,7 @@ def data_statistics(
         tokenizer: the tokenizer.
     """
     conversations = _conversations(sources)
-    with_conversations = [source for source in sources.values() if source.cache.has_conversations]
+    with_conversations = [source for source in sources.values() if source.cache.conversations.num_conversations]
     chat = (with_conversations or list(sources.values()))[0].chat
     num_documents = sum(source.cache.num_documents for source in sources.values())
     packed = [rows for rows in (*train.values(), *validation.values()) if isinstance(rows, PackedConversations)]

@@ -119,7 +119,7 @@ def cached_tokens(
         with suppress(OSError):  # if the cache is not writable, the next run only has to look at every shard
             if are_settled(files, began):
                 write_manifest(manifest, cache)
-    cache.bad_lines.check(recipe.max_bad_lines)
+    cache.bad_lines.check(recipe.max_bad_lines, cache.num_documents)
     if not cache.num_documents:
         left_out = f": {cache.bad_lines}" if cache.bad_lines.total else ""
         raise DataError(f"no document to train on{left_out}")

@@ -54,9 +54,15 @@ class TokenisedSource:
 
 
 def found_source(
-    source: DataSource, data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, *, reads: Reads = "documents"
+    source: DataSource,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    spec: ModelSpec,
+    *,
+    reads: Reads = "documents",
+    held_out: bool = False,
 ) -> FoundSource:
-    """Find the files of a source, and how they become tokens.
+    """Find the files of a source, and how they become tokens; ``held_out`` is as for ``find_files``.
 
     Raises:
         DataError: if there are none, or one cannot be used, or there is no place for their tokens.
@@ -66,7 +72,9 @@ def found_source(
         directory = own_folder(directory)
         is_sample = source == SAMPLE
         refuse_sample(source, reads)
-        found = find_files(str(sample_file(directory))) if is_sample else find_files(*paths_of(source))
+        found = (
+            find_files(str(sample_file(directory))) if is_sample else find_files(*paths_of(source), held_out=held_out)
+        )
         names = FieldNames() if is_sample else FieldNames.of(data, reads)
         chat = chat_format(data, tokenizer, spec, found.files)
     return FoundSource(source, found, Recipe(names, tokenizer, chat, data.max_bad_lines, data.token_dtype), directory)
@@ -80,13 +88,16 @@ def tokenised(
     on_progress: OnProgress | None,
     *,
     reads: Reads = "documents",
+    held_out: bool = False,
 ) -> TokenisedSource:
     """Return the tokens of one source, and make those that are missing; log the lines that were left out.
+
+    ``held_out`` is as for ``find_files``.
 
     Raises:
         DataError: if the source cannot be used, or its tokens cannot be written.
     """
-    here = found_source(source, data, tokenizer, spec, reads=reads)
+    here = found_source(source, data, tokenizer, spec, reads=reads, held_out=held_out)
     with (
         naming(source),
         writing_to(cache_directory(data.cache_dir)),

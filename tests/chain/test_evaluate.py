@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +176,20 @@ def test_a_folder_may_be_called_as_a_checkpoint_begins(drawn, files, tmp_path):
     named.symlink_to(drawn[1])
     (one,) = evaluate(named, {"tales": files["tales"]}, tokenizer="bytes", seq_len=SEQ_LEN, devices=CPU)
     assert one.step is None
+
+
+def test_of_a_folder_with_splits_the_held_out_files_are_evaluated_and_a_line_says_so(drawn, files, tmp_path):
+    _, exported = drawn
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(Path(files["tales"]).read_text())
+    (folder / "test.jsonl").write_text(Path(files["sums"]).read_text())
+    told = []
+    settings = {"seq_len": SEQ_LEN, "num_sequences": 4, "devices": CPU}
+    [of_folder] = evaluate(exported, data={"it": str(folder)}, **settings, tell=told.append)
+    [of_file] = evaluate(exported, data={"it": files["sums"]}, **settings)
+    assert of_folder.rows.mean == of_file.rows.mean
+    assert f"{folder}: left out 1 file for training (train.jsonl)" in told
 
 
 def test_a_folder_needs_data_and_a_place_without_a_model_is_refused(drawn, tmp_path):

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import write_jsonl
+from pyarrow import feather
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
@@ -32,7 +33,7 @@ def spoken(*contents, system=None):
 
 def load(folder, source, **settings):
     data = DataConfig(source=str(source), cache_dir=str(folder / "cache"), **settings)
-    return load_datasets(data, SPEC, seq_len=256)
+    return load_datasets(data, SPEC, seq_len=384)
 
 
 def rows_of(folder, source, **settings):
@@ -110,6 +111,7 @@ def sharegpt(asked, said):
     return {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
 
 
+EARLIER = ["0?", "0."]
 IN_PARTS = [{"type": "text", "text": "What is "}, {"type": "text", "text": "it?"}]
 CHATS = {
     "sharegpt": (
@@ -130,7 +132,7 @@ CHATS = {
     "alpaca": (
         [alpaca(*pair) for pair in PAIRS],
         [spoken(f"Calculate.\n\n{asked}", said) for asked, said in PAIRS],
-        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input' and 'system')",
+        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and 'history')",
     ),
     "alpaca without input": (
         [
@@ -138,17 +140,42 @@ CHATS = {
             for asked, said in PAIRS
         ],
         [spoken(*pair) for pair in PAIRS],
-        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input' and 'system')",
+        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and 'history')",
     ),
     "pairs": (
-        [{"prompt": asked, "completion": said, "id": 7} for asked, said in PAIRS],
+        [{"prompt": asked, "completion": said} for asked, said in PAIRS],
         [spoken(*pair) for pair in PAIRS],
-        "40 pairs of prompt and completion ('prompt' and 'completion'; where given, 'system' and 'tools')",
+        "40 pairs of prompt and completion ('prompt' and 'completion'; where given, 'system', 'history' and 'tools')",
     ),
     "pairs of messages": (
         [{"prompt": spoken(asked), "completion": spoken(asked, said)[1:]} for asked, said in PAIRS],
         [spoken(*pair) for pair in PAIRS],
-        "40 pairs of prompt and completion ('prompt' and 'completion'; where given, 'system' and 'tools')",
+        "40 pairs of prompt and completion ('prompt' and 'completion'; where given, 'system', 'history' and 'tools')",
+    ),
+    "alpaca with a history": (
+        [{"instruction": asked, "output": said, "history": [EARLIER]} for asked, said in PAIRS],
+        [spoken(*EARLIER, *pair) for pair in PAIRS],
+        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and 'history')",
+    ),
+    "alpaca with a blank history": (
+        [{"instruction": asked, "output": said, "history": ""} for asked, said in PAIRS],
+        [spoken(*pair) for pair in PAIRS],
+        "40 Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and 'history')",
+    ),
+    "pairs with a history of messages": (
+        [{"prompt": asked, "completion": said, "history": spoken(*EARLIER)} for asked, said in PAIRS],
+        [spoken(*EARLIER, *pair) for pair in PAIRS],
+        "40 pairs of prompt and completion ('prompt' and 'completion'; where given, 'system', 'history' and 'tools')",
+    ),
+    "messages after a system prompt beside them": (
+        [{"messages": spoken(*pair), "system": "Be brief."} for pair in PAIRS],
+        [spoken(*pair, system="Be brief.") for pair in PAIRS],
+        None,
+    ),
+    "messages that begin with the system prompt beside them": (
+        [{"messages": spoken(*pair, system="Be brief."), "system": "Be brief. "} for pair in PAIRS],
+        [spoken(*pair, system="Be brief.") for pair in PAIRS],
+        None,
     ),
     "parts": (
         [{"messages": spoken(IN_PARTS, [{"type": "text", "text": said}])} for said in SAID],
@@ -193,13 +220,83 @@ def test_every_format_gives_the_rows_of_messages_and_is_announced(tmp_path, name
     assert notes_of(tmp_path, path) == ([f"recognised by their fields: {announced}"] if announced else [])
 
 
+UNUSED = {
+    "a text": ([{"text": text, "url": "x", "score": 0.5} for text in TEXTS], "'url' (40), 'score' (40)"),
+    "messages": ([{"messages": spoken(*pair), "text": "rendered"} for pair in PAIRS], "'text' (40)"),
+    "a system prompt beside another one": (
+        [{"messages": spoken(*pair, system="Be brief."), "system": "Be long."} for pair in PAIRS],
+        "'system' (40)",
+    ),
+    "sharegpt": (
+        [sharegpt(*pair) | {"chat_template_kwargs": {"a": 1}} for pair in PAIRS],
+        "'chat_template_kwargs' (40)",
+    ),
+    "keys of messages": (
+        [{"messages": [message | {"seen_at": 7} for message in spoken(*pair)]} for pair in PAIRS],
+        "'seen_at' of messages (40)",
+    ),
+    "alpaca": ([alpaca(*pair) | {"tools": "[]", "lang": "en"} for pair in PAIRS], "'tools' (40), 'lang' (40)"),
+    "the class of token ids": ([{"input_ids": [7, 8, 9] * 9, "labels": 1} for _ in TEXTS], "'labels' (40)"),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "arrow"])
+@pytest.mark.parametrize("name", UNUSED)
+def test_every_field_that_nothing_reads_is_named_once_with_the_number_of_its_records(tmp_path, name, form):
+    records, named = UNUSED[name]
+    path = tmp_path / f"a.{form}"
+    match form:
+        case "jsonl":
+            write_records(path, records)
+        case "parquet":
+            pq.write_table(pa.Table.from_pylist(records), path)
+        case "arrow":
+            feather.write_feather(pa.Table.from_pylist(records), str(path), compression="uncompressed")
+    notes = notes_of(tmp_path, path)
+    assert [note for note in notes if "not used" in note] == [f"fields that are not used: {named}"]
+    assert load(tmp_path, path).statistics.notes == load(tmp_path, path).statistics.notes
+
+
+def test_fields_without_a_value_are_not_named(tmp_path):
+    empty = {"a": None, "b": "", "c": [], "d": {}}
+    assert notes_of(tmp_path, write_records(tmp_path / "a.jsonl", [{"text": text} | empty for text in TEXTS])) == []
+
+
+def test_of_many_fields_the_first_are_named_and_the_others_counted(tmp_path):
+    source = write_records(tmp_path / "a.jsonl", [{"text": 9 * TEXTS[0]} | {f"field {n}": n for n in range(15)}])
+    [note] = notes_of(tmp_path, source)
+    assert note.endswith("'field 10' (1), 'field 11' (1) and 3 more")
+
+
+def test_a_field_of_its_own_in_each_record_takes_no_more_than_a_hundred_of_memory(tmp_path):
+    source = write_records(tmp_path / "a.jsonl", [{"text": f"{n} {TEXTS[0]}", f"id {n}": n} for n in range(300)])
+    [note] = notes_of(tmp_path, source)
+    assert note.endswith("and at least 88 more")
+
+
+@pytest.mark.parametrize(
+    ("history", "problem"),
+    [
+        ("What? That.", "'history' is a string; make it a list of pairs of a question and an answer"),
+        ([["What?"]], "turn 1 of 'history' is a list, not two strings; make it a list of pairs"),
+        ([["What?", "That."], ["What?", None]], "turn 2 of 'history' is a list, not two strings; make it a list"),
+        ([{"by": "user"}], "turn 1 of 'history' has no 'role', only 'by'; give it 'role' and 'content'"),
+    ],
+)
+def test_a_malformed_history_is_one_line(tmp_path, history, problem):
+    source = write_records(tmp_path / "a.jsonl", [{"instruction": "?", "output": "!", "history": history}])
+    with pytest.raises(DataError) as refused:
+        load(tmp_path, source)
+    assert str(refused.value).startswith(f"{source}:1: {problem}")
+
+
 def test_a_mixed_source_is_announced_in_one_line_with_the_number_of_each(tmp_path):
     records = [{"text": "a text"}, *(sharegpt(*pair) for pair in PAIRS[:2]), *(alpaca(*pair) for pair in PAIRS[2:5])]
     [note] = notes_of(tmp_path, write_records(tmp_path / "a.jsonl", records))
     assert note == (
         "recognised by their fields: 1 texts ('text'), 2 ShareGPT conversations ('conversations' with 'from' and "
         "'value'; where given, 'system' and 'tools'), 3 Alpaca instructions ('instruction' and 'output'; where given, "
-        "'input' and 'system')"
+        "'input', 'system' and 'history')"
     )
 
 
@@ -297,8 +394,8 @@ def test_names_that_no_record_has_are_reported(tmp_path):
 def test_a_format_that_is_not_used_is_reported_with_the_setting_that_chooses_it(tmp_path):
     source = write_records(tmp_path / "a.jsonl", [alpaca(*pair) | {"text": " ".join(pair)} for pair in PAIRS])
     assert notes_of(tmp_path, source) == [
-        "40 records also hold Alpaca instructions ('instruction' and 'output'; where given, 'input' and 'system'), "
-        "which are not used; set data.fields.instruction=instruction to train on these instead"
+        "40 records also hold Alpaca instructions ('instruction' and 'output'; where given, 'input', 'system' and "
+        "'history'), which are not used; set data.fields.instruction=instruction to train on these instead"
     ]
 
 
@@ -404,9 +501,13 @@ def test_one_conversation_that_cannot_be_trained_on_is_a_bad_line_among_the_othe
 @pytest.mark.parametrize(
     ("columns", "settings", "problem"),
     [
-        ({"ids": [[1, 2]]}, {}, "has no column 'text' and none of a conversation, only ids; none of them holds text"),
+        ({"ids": [[1, 2]]}, {}, "has no 'text' and no conversation among 'ids'; none of them holds text"),
         ({"ids": [[1, 2]]}, {"text_field": "ids"}, ": column 'ids' is list<element: int64>, not text;"),
-        ({"ids": [[1]], "body": ["x"]}, {}, "only ids, body; set data.text_field to one of body, or name the fields"),
+        (
+            {"ids": [[1]], "body": ["x"]},
+            {},
+            "among 'ids', 'body'; set data.text_field to one of body, or name the fields",
+        ),
         (
             {"text": [[1]], "body": ["x"]},
             {},
@@ -419,6 +520,62 @@ def test_a_table_without_text_says_which_columns_hold_some(tmp_path, columns, se
     with pytest.raises(DataError) as refused:
         load(tmp_path, tmp_path / "a.parquet", **settings)
     assert problem in str(refused.value)
+
+
+NAMELESS = {
+    "conversation": ({"id": "x", "conversation": spoken("?", "!")}, {"messages": "conversation"}),
+    "dialogue": ({"dialogue": sharegpt("?", "!")["conversations"]}, {"conversations": "dialogue"}),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", NAMELESS)
+def test_a_field_of_messages_with_another_name_is_told_with_the_setting_that_reads_it(tmp_path, name, form):
+    record, fields = NAMELESS[name]
+    path = tmp_path / f"a.{form}"
+    if form == "jsonl":
+        write_records(path, [record])
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    [(field, called)] = fields.items()
+    with pytest.raises(DataError, match=rf"; set data\.fields\.{field}={called} to read conversations"):
+        load(tmp_path, path)
+    assert check_data(DataConfig(source=str(path), fields=fields), SPEC).num_tokens > 0
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_messages_with_other_keys_are_told_with_the_settings_of_these_too(tmp_path, form):
+    path = tmp_path / f"a.{form}"
+    record = {"talk": [{"speaker": "user", "words": "?"}, {"speaker": "assistant", "words": "!"}]}
+    if form == "jsonl":
+        write_records(path, [record])
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    with pytest.raises(
+        DataError, match=r"set data\.fields\.messages=talk, and .*role and .*content .* 'speaker', 'words'"
+    ):
+        load(tmp_path, path)
+    fields = {"role": "speaker", "content": "words"}
+    with pytest.raises(DataError, match=r"set data\.fields\.messages=talk to read conversations"):
+        load(tmp_path, path, fields=fields)
+    assert check_data(DataConfig(source=str(path), fields=fields | {"messages": "talk"}), SPEC).num_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("records", "told"),
+    [
+        ([{"body": 7}] * 101, "none of the first 101 records can be trained on: unusable lines (101 missing field)"),
+        ([{"text": ""}] * 101, "none of the first 101 records can be trained on: unusable lines (101 empty)"),
+        ([{"text": "x"}, *[{"text": ""}] * 101], "more than data.max_bad_lines=100 unusable lines (101 empty)"),
+    ],
+)
+def test_a_higher_limit_is_advised_only_where_other_records_were_usable(tmp_path, records, told):
+    source = write_records(tmp_path / "a.jsonl", records)
+    for read in (lambda: load(tmp_path, source), lambda: check_data(DataConfig(source=str(source)), SPEC)):
+        with pytest.raises(DataError) as refused:
+            read()
+        assert told in str(refused.value)
+        assert ("raise the limit" in str(refused.value)) == (records[0] == {"text": "x"})
 
 
 def test_a_dictionary_of_strings_is_a_text_column(tmp_path):

@@ -139,7 +139,7 @@ BAD = {
     "no label": (
         {"prompt": "?", "completion": "yes"},
         "missing field (no 'prompt' and 'completion' and 'label' among 'prompt', 'completion', which make a labelled "
-        "answer)",
+        "answer; to train on pairs of prompt and completion, leave out --objective (training.objective=next_token))",
     ),
     "a null": (labelled(0) | {"label": None}, "wrong type ('label' is null)"),
     "an empty answer": (

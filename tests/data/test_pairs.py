@@ -55,6 +55,15 @@ FORMS = {
         "chosen": say(chosen(n), first="assistant"),
         "rejected": say(rejected(n), first="assistant"),
     },
+    "texts after a question": lambda n: {"question": asked(n), "chosen": chosen(n), "rejected": rejected(n)},
+    "texts after an input": lambda n: {"input": asked(n), "chosen": chosen(n), "rejected": rejected(n), "system": ""},
+    "an instruction without input": lambda n: {
+        "instruction": asked(n),
+        "input": "",
+        "chosen": say(chosen(n), first="assistant"),
+        "rejected": say(rejected(n), first="assistant"),
+    },
+    "the question once more": lambda n: {"question": asked(n)} | answered(n),
     "texts after messages": lambda n: {"prompt": say(asked(n)), "chosen": chosen(n), "rejected": rejected(n)},
 }
 
@@ -144,7 +153,57 @@ def test_texts_without_a_prompt_are_plain_and_count_from_where_they_differ(tmp_p
         assert (_bare(counted), _bare(other_counted)) == ("yes", "yours")
 
 
+def test_system_prompt_history_and_question_come_before_both_answers(tmp_path):
+    record = {
+        "system": "Be kind.",
+        "history": [["First?", "One."]],
+        "question": "Second?",
+        "chosen": "Two.",
+        "rejected": "No.",
+    }
+    [pair] = pairs_in(load(tmp_path, write(tmp_path / "a.jsonl", [record])))
+    for (text, counted), answer in zip(pair, ("Two.", "No."), strict=True):
+        places = [text.index(said) for said in ("Be kind.", "First?", "One.", "Second?", answer)]
+        assert places == sorted(places)
+        assert _bare(counted) == answer
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"prompt": asked(1), "question": "Another?"}, "'question' (1)"),
+        ({"prompt": asked(1), "score_chosen": 9.5, "source": "x"}, "'score_chosen' (1), 'source' (1)"),
+        ({"question": asked(1), "input": "more", "instruction": "less"}, "'input' (1), 'instruction' (1)"),
+    ],
+)
+def test_what_a_pair_has_beside_its_prompt_and_answers_is_named(tmp_path, more, named):
+    source = write(tmp_path / "a.jsonl", [more | {"chosen": "yes", "rejected": "no"}])
+    assert f"{source}: fields that are not used: {named}" in load(tmp_path, source).statistics.notes
+
+
+def test_a_prompt_that_is_not_the_conversations_is_named(tmp_path):
+    records = [{"prompt": asked(n + 1) if n else asked(n)} | answered(n) for n in NUMBERS]
+    source = write(tmp_path / "a.jsonl", records)
+    assert f"{source}: fields that are not used: 'prompt' (29)" in load(tmp_path, source).statistics.notes
+
+
 BAD = {
+    "texts without a prompt": (
+        {"chosen": "yes", "rejected": "no"},
+        "missing field (no 'prompt', and 'chosen' and 'rejected' begin differently)",
+    ),
+    "a blank prompt": (
+        {"prompt": " ", "chosen": "yes", "rejected": "no"},
+        "missing field (no 'prompt', and 'chosen' and 'rejected' begin differently)",
+    ),
+    "only a system prompt": (
+        {"prompt": [{"role": "system", "content": "Be brief."}], "chosen": "yes", "rejected": "no"},
+        "missing field (no 'prompt', and 'chosen' and 'rejected' begin differently)",
+    ),
+    "a system prompt beside texts that begin alike": (
+        {"system": "Be brief.", "chosen": "Ask: yes", "rejected": "Ask: no"},
+        "missing field (no 'prompt' beside 'system')",
+    ),
     "a pair without an answer": (
         {"prompt": "?", "chosen": " ", "rejected": "no"},
         "empty (no answer is left of 'chosen' beside the prompt)",
@@ -156,11 +215,13 @@ BAD = {
     "a null": ({"prompt": "?", "chosen": "yes", "rejected": None}, "wrong type ('rejected' is null)"),
     "a field that is missing": (
         {"prompt": "?", "chosen": "yes"},
-        "missing field (no 'chosen' and 'rejected' among 'prompt', 'chosen', which make a pair of answers)",
+        "missing field (no 'chosen' and 'rejected' among 'prompt', 'chosen', which make a pair of answers; if they "
+        "have other names, set data.fields.chosen and data.fields.rejected)",
     ),
     "a text": (
         {"text": "yes"},
-        "missing field (no 'chosen' and 'rejected' among 'text', which make a pair of answers)",
+        "missing field (no 'chosen' and 'rejected' among 'text', which make a pair of answers; to train on texts, "
+        "leave out --objective (training.objective=next_token))",
     ),
     "equal answers": (
         {"prompt": "?", "chosen": "yes", "rejected": "yes"},
@@ -310,3 +371,28 @@ def test_answers_may_call_tools_that_are_given_beside_them(tmp_path):
         assert counted.startswith("twice({")
         assert "twice(" not in other
         assert other_counted.startswith("I would guess")
+
+
+OTHERS = {
+    "texts": {"text": "a text"},
+    "conversations": {"messages": say("?", "!")},
+    "pairs of prompt and completion": {"prompt": "?", "completion": "!"},
+}
+
+
+@pytest.mark.parametrize("title", OTHERS)
+@pytest.mark.parametrize("number", [3, 200])
+def test_data_of_another_objective_are_told_with_what_trains_on_them(tmp_path, title, number):
+    source = write(tmp_path / "a.jsonl", [OTHERS[title]] * number)
+    with pytest.raises(DataError) as refused:
+        load(tmp_path, source)
+    assert f"to train on {title}, leave out --objective (training.objective=next_token)" in str(refused.value)
+    assert "raise the limit" not in str(refused.value)
+
+
+def test_a_table_of_texts_is_told_the_same(tmp_path):
+    pq.write_table(pa.table({"text": ["a text"], "id": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(
+        DataError, match=r"a\.parquet has no 'chosen' and 'rejected' among 'text', 'id', .*leave out --obj"
+    ):
+        load(tmp_path, tmp_path / "a.parquet")

@@ -182,7 +182,7 @@ def test_documents_of_ids_are_those_of_the_texts(write, tmp_path):
 def test_what_they_are_is_announced_and_the_first_are_checked(write, tmp_path):
     data = DataConfig(source=str(write(tmp_path)), cache_dir=str(tmp_path / "cache"))
     note = check_data(data, SPEC).notes[-1]
-    assert note.endswith("recognised by their fields: 40 documents of token ids ('input_ids')")
+    assert "recognised by their fields: 40 documents of token ids ('input_ids'; where given, 'labels'," in note
     assert check_data(data, SPEC).num_tokens == pytest.approx(sum(map(len, DOCUMENTS)), rel=0.1)
 
 

@@ -1,7 +1,7 @@
 """Conversations with tools get transformers' tokens, and the assistant's calls and answers count, but nothing else."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 from corpora import chat_of
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import feather
 from tool_templates import HERMES, LLAMA31, MISTRAL3, OURS, PUBLISHED, QWEN3, QWEN25
 from trained_tokenizers import byte_level
 
@@ -21,11 +22,17 @@ from llama_core.data.bad_lines import UnusableRecordError
 from llama_core.data.chat import ChatFormat, chat_format, encode
 from llama_core.data.chat_template import BUILT_IN, ChatTemplate
 from llama_core.data.check import check_data
+from llama_core.data.corpus import Tally, read_documents
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.data.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
 from llama_core.errors import DataError
 
 MARKERS = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>"]
 MARKERS += ["[INST]", "[/INST]", "[TOOL_CALLS]", "<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+SPEC = replace(model_spec("tiny_llama3_50m"), vocab_size=300)
 
 
 def tool(name, **properties):
@@ -407,3 +414,61 @@ def test_values_nested_too_deeply_are_left_out(deep):
 def test_tools_are_in_the_sandbox_too(source):
     with pytest.raises(DataError, match=r"^a:1: chat template 'mine' refuses it: "):
         format_of(source).document([ASKED, CALLED[-1]], "a:1", TOOLS)
+
+
+FILLED = [
+    [ASKED, calling(call("weather", {"city": "Bern"})), result(), {"role": "assistant", "content": "Yes."}],
+    [
+        ASKED,
+        calling(call("hour", {"zone": "UTC", "at": {"day": 1}})),
+        result("7"),
+        {"role": "assistant", "content": "7."},
+    ],
+    [
+        ASKED,
+        calling(call("hour", {"zone": "UTC", "at": {"night": 2}})),
+        result("8"),
+        {"role": "assistant", "content": "8."},
+    ],
+]
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_null_that_a_table_gives_to_arguments_and_schemas_is_neither_told_nor_trained_on(tmp_path, name, form):
+    (tmp_path / "template.jinja").write_text(PUBLISHED[name])
+    records = [{"messages": messages, "tools": TOOLS} for messages in FILLED]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = pa.Table.from_pylist(records)
+    path = tmp_path / f"table.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        feather.write_feather(table, str(path), compression="uncompressed")
+    assert "null" not in (tmp_path / "lines.jsonl").read_text()
+    assert table.column("messages")[0].as_py()[1]["tool_calls"][0]["function"]["arguments"]["zone"] is None
+    (of_lines, _), (of_table, tally) = (read(tmp_path, file) for file in ("lines.jsonl", path.name))
+    assert of_table == of_lines
+    assert tally.formats.num_nulls == 12
+
+
+def read(folder, name):
+    data = DataConfig(source=str(folder / name), chat_template=str(folder / "template.jinja"))
+    files = find_files(data.source).files
+    chat = chat_format(data, ByteTokenizer(), SPEC, files)
+    tally = Tally()
+    documents = read_documents(files, FieldNames(), tally, render=chat.document, max_bad_lines=0)
+    return [(document.text, document.turns.counted) for document in documents], tally
+
+
+def test_the_null_of_a_table_is_counted_in_a_note_and_that_of_json_is_what_somebody_wrote(tmp_path):
+    (tmp_path / "template.jinja").write_text(QWEN25)
+    records = [{"messages": [ASKED, calling(call(arguments={"city": city})), result()]} for city in ("Bern", None)]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "table.parquet")
+    settings = {"chat_template": str(tmp_path / "template.jinja"), "cache_dir": str(tmp_path / "cache")}
+    [note] = check_data(DataConfig(source=str(tmp_path / "table.parquet"), **settings), SPEC).notes
+    assert "1 null in calls of tools or in their schemas left out" in note
+    [note] = check_data(DataConfig(source=str(tmp_path / "lines.jsonl"), **settings), SPEC).notes
+    assert "1 null in calls of tools or in their schemas are trained on as they are" in note
+    assert '{"city": null}' in read(tmp_path, "lines.jsonl")[0][1][0]
