@@ -29,7 +29,8 @@ def print_plan(planned: "PlannedRun") -> None:
     plan = planned.plan
     num_parameters = format_count(config.spec.num_parameters)
     model = repository_in_cache(Path(config.model)) or config.model
-    print_line(f"{model}: {num_parameters} parameters, sequence length {config.seq_len}")
+    batch = f"batch of {config.batch_size} sequences" + ("" if config.training.batch_size else " (the default)")
+    print_line(f"{model}: {num_parameters} parameters, sequence length {config.seq_len}, {batch}")
     if config.spec.lora:
         print_line(f"weights: {config.spec.parameter_counts}")
     for choice in planned.choices:

@@ -105,10 +105,10 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path, *, s
     """
     machine = detect_machine()
     _check_packages(found)
-    if config is not None and config.launch.nodes > 1 and config.launch.device != "cpu":
+    if config is not None and config.num_nodes > 1 and config.launch.device != "cpu":
         _check_torch_of_several_nodes(found)
     _describe_machine(found, machine)
-    gpus, nodes = (config.parallel.gpus, config.launch.nodes) if config else (1, 1)
+    gpus, nodes = (config.parallel.gpus, config.num_nodes) if config else (1, 1)
     for finding in look_at_machine(gpus, nodes):
         found.add(finding)
     found.facts["attention"] = describe_flash_attention(config)

@@ -118,6 +118,15 @@ def test_every_choice_is_announced_with_its_reason():
     )
 
 
+@pytest.mark.parametrize(("num_gpus", "launcher", "num_nodes"), [(16, "local", 1), (10, "local", 1), (16, "slurm", 2)])
+def test_the_gpus_of_one_machine_are_one_node_however_many(num_gpus, launcher, num_nodes):
+    machine = replace(GPU_MACHINE, gpus=("NVIDIA H200",) * num_gpus)
+    request = config(launch={"launcher": launcher}, parallel={"gpus": num_gpus}, training={"batch_size": num_gpus})
+    found = resolve_machine_defaults(request, machine)
+    assert found.config.num_nodes == num_nodes
+    assert (f"launch.nodes=1 (this machine has {num_gpus} GPUs)" in found.choices) == (launcher == "local")
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)])
 def test_half_of_a_ranks_cores_read_data_ahead_and_four_at_most(cores, threads):
     assert reading_threads(cores) == threads

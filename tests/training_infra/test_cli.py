@@ -302,6 +302,22 @@ def test_an_estimate_gives_the_reasons_for_the_plan(shell):
     assert "  cp 2: fewer than 8192 tokens per rank (sequence length 8192)" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("asked", "nodes", "batch"),
+    [
+        (["--gpus=48"], "launch.nodes=6 (8 x H200 141 GB on each)", "batch of 48 sequences (the default)"),
+        (["--gpus=20", "--batch-size=40"], "launch.nodes=4 (5 x H200 141 GB on each)", "batch of 40 sequences\n"),
+    ],
+)
+def test_an_estimate_says_which_nodes_and_batch_it_is_for(capsys, asked, nodes, batch):
+    assert cli.main(["estimate-memory", "--model=llama3_8b", "--gpu-type=h200", *asked]) == 0
+    told = capsys.readouterr().out
+    assert f"default: {nodes}\n" in told
+    assert batch in told
+    in_node = nodes.partition("(")[2].split()[0]
+    assert f"for {in_node} ranks on a node" in told
+
+
 def test_an_estimate_tells_days_and_price_of_tokens(capsys):
     asked = ["estimate-memory", "--model=llama3_70b", "--strategy=lora", "--gpus=8", "--gpu-type=a100", "--json"]
     assert cli.main([*asked, "--tokens=2B", "--price=1.8"]) == 0

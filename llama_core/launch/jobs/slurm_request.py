@@ -47,13 +47,13 @@ def slurm_parameters(
         config: the resolved configuration.
         name: name of the run, by which people and scripts find the job in the queue.
         comment: identifies the submission in the queue.
-        num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
+        num_ranks: ranks over all nodes, a multiple of the nodes.
         host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
         elastic_run: the directory of a run whose job may start with ``launch.min_nodes`` nodes or more; None if it
             needs all of its nodes.
     """
     slurm = config.launch.slurm
-    nodes = config.launch.nodes
+    nodes = config.num_nodes
     on_cuda = config.launch.device == "cuda"
     cores = _cores_of_a_rank(config)
     ranks = num_ranks // nodes
@@ -87,7 +87,7 @@ def slurm_parameters(
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
     } | {name: value for name, value in asked.items() if value is not None}
-    return request if elastic_run is None else _for_any_nodes(request, config.launch.fewest_nodes, elastic_run)
+    return request if elastic_run is None else _for_any_nodes(request, config.fewest_nodes, elastic_run)
 
 
 def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | 
         host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
     """
     slurm = config.launch.slurm
-    nodes = config.launch.nodes
+    nodes = config.num_nodes
     if slurm.memory_gb_per_node:
         return f"{slurm.memory_gb_per_node}G"
     if _NAMED_OTHERWISE & slurm.options.keys():
@@ -195,7 +195,7 @@ def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, ho
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = f"{python_command()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(folder)])}"
-    elastic_run = run_dir if config.launch.is_elastic else None
+    elastic_run = run_dir if config.is_elastic else None
     asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes, elastic_run=elastic_run)
     return str(_make_sbatch_string(command=command, folder=folder, **asked))
 
