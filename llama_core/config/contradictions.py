@@ -210,6 +210,25 @@ def uneven_nodes(parallel: ParallelConfig, launch: LaunchConfig) -> Iterator[Pro
         yield _wrong("parallel.gpus", parallel.gpus, text, "launch.nodes")
 
 
+def wrong_gres(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
+    """Yield why ``launch.slurm.options.gres`` does not ask for the GPUs of the ranks of a node."""
+    slurm = launch.slurm
+    gpus = slurm.gres_gpus
+    if gpus is None or launch.device == "cpu":
+        return
+    ranks = parallel.gpus // num_nodes
+    text = ""
+    if sum(entry.partition(":")[0] == "gpu" for entry in slurm.gres) > 1:
+        text = " names GPUs twice; use one kind"
+    elif gpus.count not in {None, ranks}:
+        text = (
+            f" asks for {gpus.count} GPUs on each node, which gets {ranks} ranks; use {gpus.entry(ranks)}"
+        )
+    if text:
+        key = "launch.slurm.options.gres"
+        yield _wrong(key, slurm.options["gres"], text, "launch.slurm.options", "parallel.gpus", "launch.nodes")
+
+
 def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
     """Yield why the run cannot start on ``launch.min_nodes`` of its ``num_nodes`` nodes."""
     if launch.min_nodes is None:

@@ -34,6 +34,7 @@ from llama_core.config.contradictions import (
     without_fp8,
     without_ramp,
     wrong_elasticity,
+    wrong_gres,
     wrong_mixture,
     wrong_parametrization,
     wrong_stages,
@@ -201,6 +202,7 @@ class RunConfig(Section):
         )
         yield from needless_parts(self.strategy, {"lora": self.lora, "moe": self.moe}, self.trainable)
         yield from uneven_nodes(self.parallel, self.launch)
+        yield from wrong_gres(self.launch, self.parallel, self.num_nodes)
         yield from wrong_elasticity(self.launch, self.parallel, self.num_nodes)
         yield from without_fp8(self.training, self.launch)
         yield from endless_warmup(self.training)

@@ -57,6 +57,7 @@ def slurm_parameters(
     on_cuda = config.launch.device == "cuda"
     cores = _cores_of_a_rank(config)
     ranks = num_ranks // nodes
+    options = slurm.options_with_gpus(ranks) if on_cuda else slurm.options
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
@@ -64,7 +65,7 @@ def slurm_parameters(
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "mem": memory_request(config, num_ranks, host_bytes),
-        "gpus_per_node": ranks if on_cuda else None,
+        "gpus_per_node": ranks if on_cuda and slurm.gres_gpus is None else None,  # Slurm refuses types beside it
         "setup": slurm.setup or None,
         "array_parallelism": slurm.max_parallel_jobs,
     }
@@ -85,7 +86,7 @@ def slurm_parameters(
         "stderr_to_stdout": True,
         "wckey": None,  # clusters that account by wckey refuse submitit's own
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
-        "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
+        "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | options,
     } | {name: value for name, value in asked.items() if value is not None}
     return request if elastic_run is None else _for_any_nodes(request, config.fewest_nodes, elastic_run)
 
@@ -111,16 +112,18 @@ def of_an_evaluation(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
     """Return a configuration whose Slurm job is an evaluation's: on its nodes, with its partition, QOS and limit."""
     asked = config.evaluation
     slurm = config.launch.slurm
+    device = evaluating_device(config, beside_ranks=True)
+    options = slurm.options if device == "cuda" else slurm.options_with_gpus(0)
     limits = {
         "partition": asked.partition or slurm.partition,
         "qos": asked.qos or slurm.qos,
         "time_limit_min": asked.time_limit_min,
         "memory_gb_per_node": None,
         # the whole nodes that ranks may want
-        "options": {key: value for key, value in slurm.options.items() if key != "exclusive"},
+        "options": {key: value for key, value in options.items() if key != "exclusive"},
     }
     launch = {
-        "device": evaluating_device(config, beside_ranks=True),
+        "device": device,
         "nodes": shared.nodes,
         "min_nodes": None,
         "slurm": slurm.model_copy(update=limits),
