@@ -221,9 +221,7 @@ def wrong_gres(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -
     if sum(entry.partition(":")[0] == "gpu" for entry in slurm.gres) > 1:
         text = " names GPUs twice; use one kind"
     elif gpus.count not in {None, ranks}:
-        text = (
-            f" asks for {gpus.count} GPUs on each node, which gets {ranks} ranks; use {gpus.entry(ranks)}"
-        )
+        text = f" asks for {gpus.count} GPUs on each node, which gets {ranks} ranks; use {gpus.entry(ranks)}"
     if text:
         key = "launch.slurm.options.gres"
         yield _wrong(key, slurm.options["gres"], text, "launch.slurm.options", "parallel.gpus", "launch.nodes")

@@ -446,6 +446,27 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_unless_forced_or_none
     assert not any("checkpoint" in problem for problem in (*timed.errors, *timed.warnings))
 
 
+@pytest.mark.parametrize(
+    ("around", "launcher", "told"),
+    [
+        ({}, "slurm", None),
+        ({}, "local", None),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "1"}, "local", None),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "16", "SLURM_JOB_NUM_NODES": "2"}, "local", None),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, "local", "not on a node of the job; put srun"),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "3"}, "local", "has 3 nodes"),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}, "slurm", "inside Slurm job 7, and the run gets a job of its"),
+    ],
+)
+def test_a_run_that_leaves_the_slurm_job_around_it_unused_is_a_warning(monkeypatch, around, launcher, told):
+    for name in ("SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    warning = validate.unused_allocation(config(launch={"launcher": launcher}))
+    assert warning == "" if told is None else told in warning
+
+
 def test_a_run_directory_below_a_file_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     (only,) = validate_environment(run_dir=tmp_path / "file" / "run").errors

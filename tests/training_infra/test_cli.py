@@ -502,6 +502,27 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert [(one.step, one.compared, one.problem) for one in found.checkpoints] == [(6, "checksums", "")]
 
 
+def test_a_detached_run_goes_on_without_its_command_and_is_followed_later(shell):
+    started = shell("train", *SMALL, "--steps", "4", "--detach", "--run-dir", "run")
+    assert started.returncode == 0, started.stderr
+    submitted, following = started.stdout.splitlines()[-2:]
+    assert submitted.startswith("submit    process ")
+    assert "training-infra cancel run stops it" in submitted
+    assert "train     " not in started.stdout
+    command = following.removeprefix("next      training-infra ").partition("#")[0].split()
+    ended = shell(*command)
+    assert ended.returncode == 0, ended.stderr
+    assert read_metrics(RunDirectory(shell.path / "run")).num_rows == 4
+    assert (shell.path / "run" / "report.html").exists()
+    again = shell(*command, "--detach")
+    assert "submit    nothing: the run is finished" in again.stdout
+
+
+def test_a_flow_is_not_detached_from_its_job(shell):
+    refused = shell("train", *SMALL, "--flow", "--detach")
+    assert (refused.returncode, refused.stderr) == (2, "error: --detach: a flow follows its job; drop --flow\n")
+
+
 @pytest.mark.wide
 def test_a_run_of_some_minutes_chooses_its_steps_and_ends_with_what_it_has_learnt(shell):
     given = ("training.minutes=0.01", "training.warmup_steps=4", "tracking.prompts=[import , def]")
