@@ -518,6 +518,19 @@ def test_a_detached_run_goes_on_without_its_command_and_is_followed_later(shell)
     assert "submit    nothing: the run is finished" in again.stdout
 
 
+def test_a_report_says_that_its_run_is_at_work(shell):
+    started = shell("train", *SMALL, "--steps", "100000", "--detach", "--run-dir", "run")
+    assert started.returncode == 0, started.stderr
+    try:
+        assert shell("report", "run").returncode == 0
+        assert '<span class="status idle">running, ' in (shell.path / "run" / "report.html").read_text()
+    finally:
+        stopped = shell("cancel", "run")
+    assert stopped.returncode == 0, stopped.stderr
+    assert shell("report", "run").returncode == 0
+    assert '<span class="status warn">cancelled' in (shell.path / "run" / "report.html").read_text()
+
+
 def test_a_flow_is_not_detached_from_its_job(shell):
     refused = shell("train", *SMALL, "--flow", "--detach")
     assert (refused.returncode, refused.stderr) == (2, "error: --detach: a flow follows its job; drop --flow\n")
