@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import httpx
 import prefect
 from packaging.version import Version
-from prefect.client.orchestration import ServerType, SyncPrefectClient
+from prefect.client.base import ServerType
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_KEY,
