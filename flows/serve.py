@@ -75,6 +75,8 @@ def _start(stack: ExitStack) -> list[Service]:
     # These read the settings on import.
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+    from flows.check import check_server, refusals_in_a_line
+
     services: list[Service] = []
     url = PREFECT_API_URL.value()
     if url is None:
@@ -83,13 +85,15 @@ def _start(stack: ExitStack) -> list[Service]:
         os.environ["PREFECT_API_AUTH_STRING"] = auth_string
         stack.enter_context(temporary_settings({PREFECT_API_AUTH_STRING: auth_string}))
         say("password", f"the page asks for one: it is auth_string in {ADDRESS}, which only you can read")
-    elif not answers(url):
-        raise EnvironmentMismatchError(f"the Prefect server at {url} (PREFECT_API_URL) does not answer; start it")
-    elif obeys_everybody(url):
-        say("warning", f"whoever reaches {url} can run commands as you, since it asks for no password; {_HOW_TO_ASK}")
+    else:
+        check_server(url)
+        if obeys_everybody(url):
+            warning = f"whoever reaches {url} can run commands as you, since it asks for no password; {_HOW_TO_ASK}"
+            say("warning", warning)
     os.environ["PREFECT_API_URL"] = url
     stack.enter_context(temporary_settings({PREFECT_API_URL: url}))
-    _deploy()
+    with refusals_in_a_line(url):
+        _deploy()
     services.append(stack.enter_context(_worker()))
     prefect = Path(sys.executable).with_name("prefect")
     say("serve", f"watch and start runs at {url.removesuffix('/api')}; Ctrl-C stops everything")

@@ -26,7 +26,8 @@ def print_plan(planned: "PlannedRun") -> None:
     config = planned.config
     plan = planned.plan
     num_parameters = format_count(config.spec.num_parameters)
-    print_line(f"{config.model_in_words}: {num_parameters} parameters, sequence length {config.seq_len}")
+    batch = f"batch of {config.batch_size} sequences" + ("" if config.training.batch_size else " (the default)")
+    print_line(f"{config.model_in_words}: {num_parameters} parameters, sequence length {config.seq_len}, {batch}")
     if config.spec.lora:
         print_line(f"weights: {config.spec.parameter_counts}")
     for choice in planned.choices:

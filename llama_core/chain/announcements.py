@@ -61,9 +61,9 @@ def say_plan(run: RunDirectory) -> None:
     say("plan", plan.summary())
     for note in plan.notes:
         say("note", note)
-    launch = load_config(run).launch
-    if launch.is_elastic:
-        say("note", f"the job starts with {launch.fewest_nodes} to {launch.nodes} nodes, as many as Slurm has free")
+    config = load_config(run)
+    if config.is_elastic:
+        say("note", f"the job starts with {config.fewest_nodes} to {config.num_nodes} nodes, as many as Slurm has free")
 
 
 def say_hub(run: RunDirectory) -> None:

@@ -29,9 +29,10 @@ from llama_core.errors import TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.verdict import MemoryEstimate
-from llama_core.records.directory import RunDirectory
+from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.evaluations import Score
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.redaction import shell_word
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
@@ -61,11 +62,15 @@ class Steps:
     """Write the report."""
 
 
-def run_chain(steps: Steps) -> RunDirectory:
+def run_chain(steps: Steps, *, detach: bool = False) -> RunDirectory:
     """Prepare, validate, estimate, rehearse, submit, train, evaluate, benchmark and report a run, with a line for each.
 
     From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. If both the
     run and the report fail, the run's error is raised.
+
+    Args:
+        steps: the steps.
+        detach: leave the run to its job once that is submitted, and say how to follow it.
 
     Raises:
         TrainingInfraError: if a step fails.
@@ -89,9 +94,13 @@ def run_chain(steps: Steps) -> RunDirectory:
     record_expected_step(run)
     if slow := expected_time(run):
         say("expect", slow)
+    if detach:
+        _leave(run, steps)
+        return run
     with _reported(run, steps.report), stopping_on_interrupt(run):
         if (job := steps.submit(run)) is not None:
-            say("submit", job.describe())
+            ways_out = "Ctrl-C stops it after the step in progress, a closed terminal leaves it running"
+            say("submit", f"{job.describe()}; {ways_out}")
         if (trained := steps.train(run)) is not None:
             say("train", trained.summary())
             steps.evaluate(run)
@@ -101,6 +110,17 @@ def run_chain(steps: Steps) -> RunDirectory:
     if trained is not None:
         say_next(run, trained)
     return run
+
+
+def _leave(run: RunDirectory, steps: Steps) -> None:
+    """Submit the job of a run, and say which commands follow it, stop it and report on it."""
+    with stopping_on_interrupt(run):
+        job = steps.submit(run)
+    if job is None:
+        say("submit", "nothing: the run is finished")
+        return
+    say("submit", f"{job.describe()}; training-infra cancel {shell_word(run.path)} stops it with a checkpoint")
+    say("next", f"{command_to_resume(run)}   # follows it to its end, and writes its report")
 
 
 @contextmanager

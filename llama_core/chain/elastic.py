@@ -49,11 +49,10 @@ def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
     """
     config = load_config(run)
     planned_before = load_plan(run)
-    launch = config.launch
     machine = detect_machine()
-    ranks_of_node = config.parallel.gpus // launch.nodes
+    ranks_of_node = config.parallel.gpus // config.num_nodes
     refusal = f"the job got {granted}"
-    for num_nodes in range(min(granted, launch.nodes), launch.fewest_nodes - 1, -1):
+    for num_nodes in range(min(granted, config.num_nodes), config.fewest_nodes - 1, -1):
         num_ranks = num_nodes * ranks_of_node
         if planned_before.world_size == num_ranks:
             return num_nodes, num_ranks
@@ -68,7 +67,7 @@ def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
         if planned.choice is not None:
             write_json(run.choice, planned.choice.as_dict())
         return num_nodes, num_ranks
-    raise PlanError(f"launch.min_nodes={launch.fewest_nodes}: no plan for {granted} nodes or fewer: {refusal}")
+    raise PlanError(f"launch.min_nodes={config.fewest_nodes}: no plan for {granted} nodes or fewer: {refusal}")
 
 
 if __name__ == "__main__":

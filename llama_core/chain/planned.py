@@ -113,13 +113,13 @@ def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
     machine = machine or detect_machine()
     resolved = resolve_machine_defaults(config, machine)
     planned = planned_as(resolved.config, machine, resolved.choices)
-    launch = resolved.config.launch
-    if not launch.is_elastic:
+    if not resolved.config.is_elastic:
         return planned
+    fewest_nodes = resolved.config.fewest_nodes
     try:
-        fewest = planned_as(on_nodes(resolved.config, launch.fewest_nodes), machine)
+        fewest = planned_as(on_nodes(resolved.config, fewest_nodes), machine)
     except (ConfigError, PlanError) as error:
-        raise PlanError(f"launch.min_nodes={launch.fewest_nodes}: {error}") from None
+        raise PlanError(f"launch.min_nodes={fewest_nodes}: {error}") from None
     return with_fewest(planned, fewest)
 
 
@@ -137,7 +137,7 @@ def on_nodes(config: RunConfig, num_nodes: int) -> RunConfig:
     Raises:
         ConfigError: if the degrees that it asks for do not divide that many ranks.
     """
-    ranks = config.parallel.gpus // config.launch.nodes
+    ranks = config.parallel.gpus // config.num_nodes
     return with_keys(
         config,
         training={"batch_size": config.first_batch_size, "seq_len": config.first_seq_len},
@@ -193,7 +193,7 @@ def planned_as(
     node = _node_memory(config, machine)
     if config.launch.device == "cpu":
         label, whole = node or ("this machine's memory", machine.memory_bytes)
-        usable = whole * config.launch.nodes // config.parallel.gpus
+        usable = whole * config.num_nodes // config.parallel.gpus
     else:
         gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
         label = gpu.label
@@ -215,7 +215,16 @@ def planned_as(
     ranks = estimate_ranks(Work.of(config, plan))
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
     estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, host)
-    return PlannedRun(config, plan, estimate, choices, choice)
+    return PlannedRun(config, plan, estimate, (*choices, *_chosen_nodes(config)), choice)
+
+
+def _chosen_nodes(config: RunConfig) -> tuple[str, ...]:
+    """Return the line about nodes that nobody asked for; none for a single one."""
+    num_nodes = config.num_nodes
+    if config.launch.nodes is not None or num_nodes == 1:
+        return ()
+    label = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE).label
+    return (f"launch.nodes={num_nodes} ({config.parallel.gpus // num_nodes} x {label} on each)",)
 
 
 def _node_memory(config: RunConfig, machine: Machine) -> tuple[str, int] | None:
@@ -228,7 +237,7 @@ def _node_memory(config: RunConfig, machine: Machine) -> tuple[str, int] | None:
         return None if largest is None else ("the largest node of the partition", largest)
     # a plan for GPUs that are not here is one for another machine
     is_for_here = launch.device == "cpu" or config.parallel.gpus <= len(machine.gpus)
-    return ("this machine's memory", machine.memory_bytes) if is_for_here and launch.nodes == 1 else None
+    return ("this machine's memory", machine.memory_bytes) if is_for_here and config.num_nodes == 1 else None
 
 
 def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:

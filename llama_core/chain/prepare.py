@@ -189,7 +189,7 @@ def _with_kept_plan(planned: PlannedRun, run: RunDirectory) -> PlannedRun:
     machine = detect_machine()
     if kept.world_size == planned.plan.world_size:
         return with_fewest(planned_as(config, machine, plan=kept), planned.on_fewest_nodes)
-    num_nodes, left = divmod(kept.world_size * config.launch.nodes, planned.plan.world_size)
+    num_nodes, left = divmod(kept.world_size * config.num_nodes, planned.plan.world_size)
     if left or attach(run) is None:
         return planned
     return replace(planned_as(on_nodes(config, num_nodes), machine, plan=kept), config=config)
@@ -262,7 +262,7 @@ def refuse_unfit_on_any_nodes(planned: PlannedRun) -> None:
         try:
             refuse_unfit(fewest.estimate, fewest.config, "estimated")
         except DoesNotFitError as error:
-            raise DoesNotFitError(f"launch.min_nodes={fewest.config.launch.nodes}: {error}") from None
+            raise DoesNotFitError(f"launch.min_nodes={fewest.config.num_nodes}: {error}") from None
 
 
 def _refuse_change_of_nothing(config: RunConfig, run_dir: Path | None, *, resume: bool) -> None:

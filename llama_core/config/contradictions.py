@@ -205,16 +205,35 @@ def needless_parts(strategy: StrategyName, parts: dict[str, Section], trainable:
 
 def uneven_nodes(parallel: ParallelConfig, launch: LaunchConfig) -> Iterator[Problem]:
     """Yield a problem if the nodes cannot have the same number of devices."""
-    if parallel.gpus % launch.nodes:
+    if launch.nodes is not None and parallel.gpus % launch.nodes:
         text = f" cannot be spread evenly over launch.nodes={launch.nodes}"
         yield _wrong("parallel.gpus", parallel.gpus, text, "launch.nodes")
 
 
-def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Yield why the run cannot start on ``launch.min_nodes``."""
-    if launch.fewest_nodes > launch.nodes:
-        yield _wrong("launch.min_nodes", launch.min_nodes, f" is above launch.nodes={launch.nodes}", "launch.nodes")
-    if launch.is_elastic and parallel.zero_backend == "deepspeed":
+def wrong_gres(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
+    """Yield why ``launch.slurm.options.gres`` does not ask for the GPUs of the ranks of a node."""
+    slurm = launch.slurm
+    gpus = slurm.gres_gpus
+    if gpus is None or launch.device == "cpu":
+        return
+    ranks = parallel.gpus // num_nodes
+    text = ""
+    if sum(entry.partition(":")[0] == "gpu" for entry in slurm.gres) > 1:
+        text = " names GPUs twice; use one kind"
+    elif gpus.count not in {None, ranks}:
+        text = f" asks for {gpus.count} GPUs on each node, which gets {ranks} ranks; use {gpus.entry(ranks)}"
+    if text:
+        key = "launch.slurm.options.gres"
+        yield _wrong(key, slurm.options["gres"], text, "launch.slurm.options", "parallel.gpus", "launch.nodes")
+
+
+def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
+    """Yield why the run cannot start on ``launch.min_nodes`` of its ``num_nodes`` nodes."""
+    if launch.min_nodes is None:
+        return
+    if launch.min_nodes > num_nodes:
+        yield _wrong("launch.min_nodes", launch.min_nodes, f" is above launch.nodes={num_nodes}", "launch.nodes")
+    if launch.min_nodes < num_nodes and parallel.zero_backend == "deepspeed":
         text = (
             ": DeepSpeed's checkpoints load on as many ranks as wrote them; leave it out, or use "
             "parallel.zero_backend=native"

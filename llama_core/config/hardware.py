@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from llama_core.errors import ConfigError
-from llama_core.units import GB, GIB, MIB, TFLOP
+from llama_core.units import GB, GIB, MIB, TFLOP, divisors
 
 CONTEXT_BYTES = GIB
 """Memory a CUDA context, cuBLAS and cuDNN take before the first tensor; NCCL comes on top."""
@@ -160,6 +160,11 @@ def gpu_spec(name: str) -> DeviceSpec:
     if not suited:
         raise ConfigError(f"unknown GPU type {name!r}; choose one of {', '.join(_REGISTRY)}")
     return min(suited, key=lambda device: len(device.name))
+
+
+def fewest_nodes(gpus: int, device: DeviceSpec) -> int:
+    """Return on how few nodes of ``device`` there can be ``gpus`` of them, as many on each."""
+    return next(nodes for nodes in divisors(gpus) if gpus <= nodes * device.gpus_per_node)
 
 
 def _all_words(device: DeviceSpec) -> set[str]:

@@ -34,12 +34,14 @@ from llama_core.config.contradictions import (
     without_fp8,
     without_ramp,
     wrong_elasticity,
+    wrong_gres,
     wrong_mixture,
     wrong_parametrization,
     wrong_stages,
 )
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.files import read_mapping
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, fewest_nodes, gpu_spec
 from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import BaseShape, ModelSpec
 from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides
@@ -200,14 +202,15 @@ class RunConfig(Section):
         yield from misdivisions(
             self.parallel,
             self._batch_sizes if spec else {"training.batch_size": self.first_batch_size},
-            self.launch.nodes,
+            self.num_nodes,
             spec,
             seq_len,
             asked_for_each=max(1, self.seq_len // self.first_seq_len) if spec else 1,
         )
         yield from needless_parts(self.strategy, {"lora": self.lora, "moe": self.moe}, self.trainable)
         yield from uneven_nodes(self.parallel, self.launch)
-        yield from wrong_elasticity(self.launch, self.parallel)
+        yield from wrong_gres(self.launch, self.parallel, self.num_nodes)
+        yield from wrong_elasticity(self.launch, self.parallel, self.num_nodes)
         yield from without_fp8(self.training, self.launch)
         yield from endless_warmup(self.training)
         yield from untimed_length(self.training)
@@ -353,6 +356,25 @@ class RunConfig(Section):
         if self.first_seq_len == self.seq_len and self.first_batch_size >= most:
             return None
         return next(stage for stage in longest if stage.batch_size == most)
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines the devices are spread over: as requested, else as few as hold the GPUs, as many on each."""
+        if self.launch.nodes is not None:
+            return self.launch.nodes
+        if self.launch.device == "cpu":
+            return 1
+        return fewest_nodes(self.parallel.gpus, gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE))
+
+    @property
+    def fewest_nodes(self) -> int:
+        """Fewest nodes that the job starts with."""
+        return self.launch.min_nodes or self.num_nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job may start with fewer nodes than it asks for."""
+        return self.fewest_nodes < self.num_nodes
 
     @property
     def optimizer(self) -> OptimizerType:

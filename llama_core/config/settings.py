@@ -563,8 +563,8 @@ class LaunchConfig(Section):
     """GPU to plan for, such as h100, h200 or A100-SXM4-80GB; default: the one present, else h100."""
     dollars_per_gpu_hour: float = Field(2.5, ge=0)
     """Price of one GPU for an hour, for the cost of a plan; set your own: prices differ by a factor of three."""
-    nodes: int = Field(1, ge=1)
-    """Machines the devices are spread over."""
+    nodes: int | None = Field(None, ge=1)
+    """Machines the devices are spread over; default: as few as hold that many GPUs, and one for CPU processes."""
     min_nodes: int | None = Field(None, ge=1)
     """Fewest nodes that a Slurm job starts with, such as after it has lost one: it takes the free nodes, up to
     `nodes`, and plans anew for them; default: all nodes."""
@@ -591,16 +591,6 @@ class LaunchConfig(Section):
     def is_here(self) -> bool:
         """Whether the ranks run on this machine."""
         return self.launcher == "local"
-
-    @property
-    def fewest_nodes(self) -> int:
-        """Fewest nodes that the job starts with."""
-        return self.min_nodes or self.nodes
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether the job may start with fewer nodes than it asks for."""
-        return self.fewest_nodes < self.nodes
 
     @property
     def memory_gb_per_node(self) -> int | None:

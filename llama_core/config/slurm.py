@@ -3,8 +3,9 @@
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
@@ -72,6 +73,29 @@ def _value(value: Any) -> Any:
     if value is False:
         raise PydanticCustomError("value", "leave the option out, or give it the value true")
     return _without_secret(_one_line(value)) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class GresGpus:
+    """The GPUs of each node that an option ``gres`` asks for."""
+
+    kind: str
+    """Their type in the cluster's configuration; empty for any."""
+    count: int | None
+    """How many; None if it does not say."""
+
+    @classmethod
+    def parse(cls, entry: str) -> Self | None:
+        """Return what one entry of ``gres`` asks for, such as ``gpu:h100:8``; None if it is not about GPUs."""
+        name, *rest = entry.split(":")
+        if name != "gpu":
+            return None
+        count = int(rest.pop()) if rest and rest[-1].isdigit() else None
+        return cls(":".join(rest), count)
+
+    def entry(self, count: int | None) -> str:
+        """Return the entry that asks for ``count`` of them."""
+        return ":".join(["gpu", *filter(None, [self.kind]), *([] if count is None else [str(count)])])
 
 
 def _minutes(value: Any) -> Any:
@@ -152,6 +176,26 @@ class SlurmConfig(Section):
     """Give up on a job after this many starts."""
     max_parallel_jobs: int = Field(256, ge=1)
     """Maximum number of array elements that run at once."""
+
+    @property
+    def gres(self) -> list[str]:
+        """The entries of ``options.gres``."""
+        return [entry for entry in str(self.options.get("gres", "")).split(",") if entry]
+
+    @property
+    def gres_gpus(self) -> GresGpus | None:
+        """The GPUs that ``options.gres`` asks for; None if it names none."""
+        return next(filter(None, map(GresGpus.parse, self.gres)), None)
+
+    def options_with_gpus(self, count: int) -> dict[str, str | int | bool]:
+        """Return the options, of which ``gres`` asks for ``count`` GPUs of each node if it names GPUs."""
+        gpus = self.gres_gpus
+        if gpus is None:
+            return self.options
+        others = [entry for entry in self.gres if GresGpus.parse(entry) is None]
+        entries = [gpus.entry(count), *others] if count else others
+        without = {key: value for key, value in self.options.items() if key != "gres"}
+        return without | ({"gres": ",".join(entries)} if entries else {})
 
     def cores_of_a_rank(self, device: str) -> int:
         """Return the cores of a rank on ``device``; on CUDA, if none were asked for, a job may get others."""

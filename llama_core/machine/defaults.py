@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from llama_core.config.hardware import DEFAULT_GPU_TYPE
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, GPUS_PER_NODE
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
@@ -34,6 +34,8 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
         overrides["training.precision"] = ("bf16", f"native on {device}") if native else ("fp32", "no native bf16 here")
     if config.launch.gpu_type is None and device == "cuda":
         overrides["launch.gpu_type"] = _gpu_type(machine)
+    if config.launch.is_here and config.launch.nodes is None and len(machine.gpus) > GPUS_PER_NODE:
+        overrides["launch.nodes"] = (1, f"this machine has {len(machine.gpus)} GPUs")
     if config.data.num_workers is None:
         overrides["data.num_workers"] = _num_workers(config, machine, device)
     changed = {key: value for key, value in overrides.items() if value[1]}
@@ -49,7 +51,7 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
     gpus = config.parallel.gpus
     if not config.launch.is_here:
         return ("cuda", "the default on Slurm") if device == "auto" else (device, "")
-    if config.launch.nodes > 1:
+    if config.launch.nodes is not None and config.launch.nodes > 1:
         raise EnvironmentMismatchError(
             f"launch.nodes={config.launch.nodes}: the local launcher uses only this machine; use --launcher slurm"
         )

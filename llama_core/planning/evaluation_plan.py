@@ -66,7 +66,7 @@ def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
     if device == "cpu":
         return _on_cpu(config.spec, asked)
     gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
-    ways = list(_ways(config.spec, asked, gpu.gpus_per_node, config.launch.nodes))
+    ways = list(_ways(config.spec, asked, gpu.gpus_per_node, config.num_nodes))
     if not ways:
         numbers = [f"evaluation.{key}={getattr(asked, key)}" for key in _NUMBERS if _is_fixed(asked, key)]
         raise ConfigError(

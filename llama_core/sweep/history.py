@@ -98,7 +98,7 @@ def work_fingerprint(config: RunConfig) -> str:
     """Return 16 hex digits that are equal for configurations whose timed steps do the same work in the same way."""
     work = by_dotted_key({**config.identity(), "parallel": config.parallel.model_dump()})
     work = {key: value for key, value in work.items() if key not in UNTIMED}
-    work |= {"launch.nodes": config.launch.nodes, "launch.device": config.launch.device}
+    work |= {"launch.nodes": config.num_nodes, "launch.device": config.launch.device}
     work |= {"benchmark.profile": config.benchmark.profile}
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -154,7 +154,7 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
         return record
     try:
         requested = config.config_of(element)
-        if requested.launch.is_elastic:
+        if requested.is_elastic:
             raise ConfigError("launch.min_nodes: elements are compared on the nodes that they ask for; leave it out")
         if not config.ranking.trains:
             steps.refuse_untimed(requested)

@@ -64,7 +64,7 @@ class CheckpointInterval:
         self.is_auto = every == "auto"
         self.num_steps = FIRST_STEPS if every == "auto" else every
         self._mtbf_hours = config.launch.node_mtbf_hours
-        self._num_nodes = math.ceil(num_ranks * config.launch.nodes / config.parallel.gpus)
+        self._num_nodes = math.ceil(num_ranks * config.num_nodes / config.parallel.gpus)
         self._saved_at = 0
         self._saved_time = time.perf_counter()
 

@@ -259,10 +259,16 @@ def _read_yaml(path: Path) -> Record:
 
 
 @dataclass
+class _Rank:
+    device: str
+
+
+@dataclass
 class _Environment:
     errors: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    ranks: tuple[_Rank, ...] = ()
 
 
 @dataclass

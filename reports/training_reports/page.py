@@ -27,10 +27,14 @@ from training_reports.peak_memory import memory_comparison_panel, relative_error
 from training_reports.timelines import pipeline_timelines
 
 
-def write_report(run: RunDirectory) -> Path:
+def write_report(run: RunDirectory, *, is_running: bool = False) -> Path:
     """Write the report of ``run`` as it stands and return its path.
 
     A missing or damaged record is replaced by a sentence that says so.
+
+    Args:
+        run: the run.
+        is_running: whether its job is known to be queued or running.
 
     Raises:
         RunDirectoryError: if there is no such directory, or the page cannot be written.
@@ -46,8 +50,8 @@ def write_report(run: RunDirectory) -> Path:
         "run.html",
         name=run.name,
         source=run.path,
-        status=_status(contents),
-        style=STATUS_STYLE.get(outcome.status, "bad") if outcome else "idle",
+        status=_status(contents, is_running=is_running),
+        style=STATUS_STYLE.get(outcome.status, "bad") if outcome and not is_running else "idle",
         warning=_warning(contents),
         facts=_facts(contents),
         contents=contents,
@@ -93,7 +97,7 @@ def _facts(contents: RunContents) -> dict[str, object]:
         "Steps": done if planned is None or done is None else f"{done} of {planned}",
         "Tokens": None if steps.empty else format_count(_last(steps, "tokens")),
         "Time in steps": None if steps.empty else format_duration(steps["step_seconds"].sum()),
-        "Measured on": contents.benchmark and contents.benchmark.device,
+        "Measured on": _device(contents),
         "Commit": (contents.environment or {}).get("facts", {}).get("commit"),
     }
 
@@ -112,8 +116,21 @@ def _counted(number: int | None, one: str, ending: str = "s") -> str | None:
     return None if number is None else f"{number} {one}{'' if number == 1 else ending}"
 
 
-def _status(contents: RunContents) -> str:
+def _device(contents: RunContents) -> str | None:
+    """Return the device of the timed steps, or else, as while a run trains, that of its ranks; None if unknown."""
+    if contents.benchmark is not None:
+        return contents.benchmark.device
+    ranks = (contents.environment or {}).get("ranks", ())
+    if not ranks and contents.steps.empty:
+        return "nothing yet"
+    return ", ".join(sorted({rank["device"] for rank in ranks})) or None
+
+
+def _status(contents: RunContents, *, is_running: bool) -> str:
     outcome = contents.outcome
+    if is_running:
+        latest = contents.heartbeat
+        return "running, no step yet" if latest is None else f"running, step {latest.step} of {latest.total_steps}"
     if outcome is None:
         return "no outcome yet"
     return "refused" if outcome.status == REFUSED else outcome.status

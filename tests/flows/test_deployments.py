@@ -33,7 +33,7 @@ def test_a_deployment_for_gpus_says_which_it_needs(name):
     gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
     plural = "s" if config.parallel.gpus > 1 else ""
     gpus = f"{config.parallel.gpus} {gpu.name.upper()} GPU{plural} ({gpu.memory_bytes / 1e9:.0f} GB)"
-    assert DEPLOYMENTS[name]["description"].endswith(f"; needs Slurm and {gpus} on {NODES[config.launch.nodes]}.")
+    assert DEPLOYMENTS[name]["description"].endswith(f"; needs Slurm and {gpus} on {NODES[config.num_nodes]}.")
 
 
 @pytest.mark.parametrize("name", RUNS_ON_CPUS)

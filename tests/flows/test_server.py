@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import httpx
+import prefect
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
@@ -195,11 +196,12 @@ def test_a_password_is_new_each_time():
 
 
 class Obedient(BaseHTTPRequestHandler):
-    """Answers everything with success."""
+    """Answers everything with success, and with the version."""
 
     def do_GET(self):
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(json.dumps(prefect.__version__).encode())
 
     def log_message(self, *told):
         """Say nothing."""

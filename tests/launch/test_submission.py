@@ -14,7 +14,7 @@ from waiting import eventually
 
 from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.config.run import RunConfig
-from llama_core.errors import EnvironmentMismatchError, RunDirectoryError, StoppedError
+from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError, StoppedError
 from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
@@ -311,6 +311,50 @@ def slurm_parameters(config, name, *, num_ranks):
 def test_slurm_is_asked_for_one_task_and_one_gpu_per_rank():
     asked = slurm_parameters(slurm_config("launch.nodes=2", "parallel.gpus=16"), "run", num_ranks=16)
     assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"]) == (2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("gres", "asked_for"),
+    [
+        ("gpu:h100:8", "gpu:h100:8"),
+        ("gpu:h100", "gpu:h100:8"),
+        ("gpu:1g.10gb", "gpu:1g.10gb:8"),
+        ("nvme:1,gpu:rtx_6000:8", "gpu:rtx_6000:8,nvme:1"),
+        ("gpu", "gpu:8"),
+    ],
+)
+def test_gpus_named_by_their_type_are_those_of_a_nodes_ranks_and_asked_for_once(gres, asked_for):
+    config = slurm_config("launch.nodes=2", "parallel.gpus=16", f"launch.slurm.options={{gres: '{gres}'}}")
+    asked = slurm_parameters(config, "run", num_ranks=16)
+    assert "gpus_per_node" not in asked
+    assert asked["additional_parameters"]["gres"] == asked_for
+
+
+def test_other_resources_stay_beside_the_gpus():
+    asked = slurm_parameters(slurm_config("launch.slurm.options={gres: 'nvme:2'}"), "run", num_ranks=1)
+    assert (asked["gpus_per_node"], asked["additional_parameters"]["gres"]) == (1, "nvme:2")
+
+
+@pytest.mark.parametrize(
+    ("gres", "told"),
+    [
+        ("gpu:h100:4", "asks for 4 GPUs on each node, which gets 8 ranks; use gpu:h100:8"),
+        ("gpu:1", "asks for 1 GPUs on each node, which gets 8 ranks; use gpu:8"),
+        ("gpu:a100:4,gpu:h100:4", "names GPUs twice; use one kind"),
+    ],
+)
+def test_other_gpus_than_those_of_the_ranks_are_refused(gres, told):
+    with pytest.raises(ConfigError, match=re.escape(f"launch.slurm.options.gres={gres} {told}")):
+        slurm_config("parallel.gpus=24", f"launch.slurm.options={{gres: '{gres}'}}", "training.batch_size=24")
+
+
+@pytest.mark.parametrize(("device", "gres"), [("cuda", "gpu:h100:4,nvme:1"), ("cpu", "nvme:1")])
+def test_an_evaluation_asks_for_its_own_number_of_gpus_of_the_type(device, gres):
+    evaluation = f"evaluation={{tasks: [hellaswag], device: {device}, gpus: 4}}"
+    config = slurm_config("parallel.gpus=16", "launch.slurm.options={gres: 'gpu:h100:8,nvme:1'}", evaluation)
+    asked = slurm_parameters(of_an_evaluation(config, evaluation_plan(config, device)), "evaluation", num_ranks=4)
+    assert "gpus_per_node" not in asked
+    assert asked["additional_parameters"]["gres"] == gres
 
 
 def test_an_evaluation_on_several_gpus_is_one_task_with_all_of_them_and_their_cores():

@@ -118,6 +118,15 @@ def test_every_choice_is_announced_with_its_reason():
     )
 
 
+@pytest.mark.parametrize(("num_gpus", "launcher", "num_nodes"), [(16, "local", 1), (10, "local", 1), (16, "slurm", 2)])
+def test_the_gpus_of_one_machine_are_one_node_however_many(num_gpus, launcher, num_nodes):
+    machine = replace(GPU_MACHINE, gpus=("NVIDIA H200",) * num_gpus)
+    request = config(launch={"launcher": launcher}, parallel={"gpus": num_gpus}, training={"batch_size": num_gpus})
+    found = resolve_machine_defaults(request, machine)
+    assert found.config.num_nodes == num_nodes
+    assert (f"launch.nodes=1 (this machine has {num_gpus} GPUs)" in found.choices) == (launcher == "local")
+
+
 @pytest.mark.parametrize(("cores", "threads"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)])
 def test_half_of_a_ranks_cores_read_data_ahead_and_four_at_most(cores, threads):
     assert reading_threads(cores) == threads
@@ -435,6 +444,27 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_unless_forced_or_none
     assert any("3 checkpoints of" in warning for warning in forced.warnings)
     timed = validate_environment(config(launch={"device": "cpu"}), tmp_path, saves=False)
     assert not any("checkpoint" in problem for problem in (*timed.errors, *timed.warnings))
+
+
+@pytest.mark.parametrize(
+    ("around", "launcher", "told"),
+    [
+        ({}, "slurm", None),
+        ({}, "local", None),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "1"}, "local", None),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "16", "SLURM_JOB_NUM_NODES": "2"}, "local", None),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, "local", "not on a node of the job; put srun"),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "3"}, "local", "has 3 nodes"),
+        ({"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}, "slurm", "inside Slurm job 7, and the run gets a job of its"),
+    ],
+)
+def test_a_run_that_leaves_the_slurm_job_around_it_unused_is_a_warning(monkeypatch, around, launcher, told):
+    for name in ("SLURM_JOB_ID", "SLURMD_NODENAME", "SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    warning = validate.unused_allocation(config(launch={"launcher": launcher}))
+    assert warning == "" if told is None else told in warning
 
 
 def test_a_run_directory_below_a_file_cannot_be_made(tmp_path):

@@ -15,6 +15,7 @@ from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.candidates import Candidates
+from llama_core.planning.search.choice import NOTICEABLE
 from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.planning.search.search import Search
@@ -303,3 +304,33 @@ def test_plans_are_measured_with_the_requested_recomputation():
     choice = searched(config)
     assert choice.plan.recompute == "full"
     assert choice.peak_bytes <= choice.limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "gpu_type"), [("llama2_13b", 8, "a100"), ("llama2_13b", 8, "h100"), ("llama3_405b", 256, "a100")]
+)
+def test_a_plan_that_is_hardly_faster_is_not_preferred_to_a_simpler_one(model, gpus, gpu_type):
+    choice = searched(request(model, gpus), gpu_type)
+    others = [other for other in choice.runners_up if other.step.total <= (1 + NOTICEABLE) * choice.step.total]
+    assert others  # plans that estimates cannot tell from it
+    assert all(divided(choice.plan) < divided(other.plan) for other in others)
+    if any(other.step.total < choice.step.total for other in others):
+        assert choice.reasons["simpler"].startswith("simpler than the fastest, which is 0.")
+
+
+def divided(plan):
+    return plan.tp * plan.pp * plan.cp * plan.ep
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_a_plan_that_is_asked_for_is_not_replaced_by_a_simpler_one(tp, pp):
+    plan = searched(request("llama2_13b", 8, parallel__tp=tp, parallel__pp=pp), "a100").plan
+    assert (plan.tp, plan.pp) == (tp, pp)
+
+
+def test_a_plan_that_is_noticeably_faster_is_preferred_to_a_simpler_one():
+    choice = searched(request("llama3_405b", 256))
+    simpler = [other for other in choice.runners_up if divided(other.plan) < divided(choice.plan)]
+    assert simpler
+    assert all(other.step.total > (1 + NOTICEABLE) * choice.step.total for other in simpler)
+    assert "simpler" not in choice.reasons

@@ -1,5 +1,6 @@
 """The report shows every piece of a run, names the missing ones, escapes users' text, and loads nothing."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -70,6 +71,27 @@ def test_communication_is_shown_as_planned_where_a_plan_was_searched_for(run):
         "Planned, not measured: communication that computing does not hide takes 0.75 s of a step of 3 s "
         "(tp 0.25 s, dp 0.5 s)." in report(run).text
     )
+
+
+def facts(page):
+    """Return the facts below the name of a run."""
+    return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page.read_text()))
+
+
+def test_a_run_at_work_has_its_newest_step_as_its_status_and_its_ranks_as_its_device(run, tmp_path):
+    queued = RunDirectory(tmp_path / "queued")
+    queued.create()
+    waiting = write_report(queued, is_running=True)
+    assert "running, no step yet" in waiting.read_text()
+    assert facts(waiting)["Measured on"] == "nothing yet"
+    for ended in (run.outcome, run.benchmark, run.training):
+        ended.unlink()
+    ranks = [{"device": name} for name in ("NVIDIA H200", "NVIDIA H200", "NVIDIA H100 80GB HBM3")]
+    write_json(run.environment, {"facts": {}, "ranks": ranks})
+    at_work = write_report(run, is_running=True)
+    assert "running, step 40 of 40" in at_work.read_text()
+    assert facts(at_work)["Measured on"] == "NVIDIA H100 80GB HBM3, NVIDIA H200"
+    assert "no outcome yet" in write_report(run).read_text()
 
 
 def test_the_report_is_the_only_file_that_is_written(run):

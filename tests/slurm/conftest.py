@@ -72,9 +72,9 @@ def submit(run):
     """
     handles = []
 
-    def start(behaviour, *, run=run, nodes=2, ranks_per_node=2, **slurm):
+    def start(behaviour, *, run=run, nodes=2, ranks_per_node=2, device="cpu", **slurm):
         modest = {"cpus_per_rank": 1, "memory_gb_per_node": 2, "time_limit_min": 5, "options": {"exclusive": True}}
-        launch = {"launcher": "slurm", "device": "cpu", "nodes": nodes, "slurm": modest | slurm}
+        launch = {"launcher": "slurm", "device": device, "nodes": nodes, "slurm": modest | slurm}
         num_ranks = nodes * ranks_per_node
         config = RunConfig.from_mapping({"launch": launch, "parallel": {"gpus": num_ranks}})
         worker = (sys.executable, str(FAKE_WORKER), behaviour)

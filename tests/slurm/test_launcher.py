@@ -18,6 +18,8 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
 ROOT = Path(__file__).parents[2]
+ODD_NODES = {f"node{number}" for number in range(1, cluster.NUM_NODES + 1, 2)}
+EVEN_NODES = {f"node{number}" for number in range(2, cluster.NUM_NODES + 1, 2)}
 
 
 def test_a_job_of_two_nodes_runs_to_the_end_and_reports_its_steps(submit):
@@ -132,6 +134,7 @@ def test_a_rank_that_fails_takes_down_ranks_on_other_nodes_and_is_blamed(submit)
         ({"options": {"reservation": "none"}}, "reservation"),
         ({"nodes": cluster.NUM_NODES + 1}, "Node count"),
         ({"memory_gb_per_node": 10**6}, "node configuration"),
+        ({"device": "cuda", "options": {"gres": "gpu:b200"}}, "node configuration"),
     ],
 )
 def test_a_job_refused_by_slurm_is_one_line_with_the_reason_and_is_not_recorded(submit, run, request_, complaint):
@@ -156,6 +159,17 @@ def test_what_slurm_would_refuse_is_told_before_it_is_asked(settings, complaint)
     found = Findings()
     check_slurm(found, RunConfig.from_mapping(config))
     assert re.search(complaint, "; ".join(found.errors))
+
+
+@pytest.mark.parametrize(
+    ("gres", "nodes"), [("gpu:a100:2", EVEN_NODES), ("gpu:h100", ODD_NODES), ("gpu", EVEN_NODES | ODD_NODES)]
+)
+def test_gpus_of_a_type_are_asked_for_instead_of_any(submit, gres, nodes):
+    job = submit("finish", device="cuda", options={"exclusive": True, "gres": gres})
+    environments = [job.worker(rank)["environment"] for rank in range(4)]
+    assert job.handle.wait().status == "finished"
+    assert {env["CUDA_VISIBLE_DEVICES"] for env in environments} == {"0,1"}
+    assert {env["SLURMD_NODENAME"] for env in environments} <= nodes
 
 
 def test_a_shell_never_executes_the_name_of_a_run(submit, tmp_path, monkeypatch):

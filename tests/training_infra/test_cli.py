@@ -302,6 +302,22 @@ def test_an_estimate_gives_the_reasons_for_the_plan(shell):
     assert "  cp 2: fewer than 8192 tokens per rank (sequence length 8192)" in ended.stdout
 
 
+@pytest.mark.parametrize(
+    ("asked", "nodes", "batch"),
+    [
+        (["--gpus=48"], "launch.nodes=6 (8 x H200 141 GB on each)", "batch of 48 sequences (the default)"),
+        (["--gpus=20", "--batch-size=40"], "launch.nodes=4 (5 x H200 141 GB on each)", "batch of 40 sequences\n"),
+    ],
+)
+def test_an_estimate_says_which_nodes_and_batch_it_is_for(capsys, asked, nodes, batch):
+    assert cli.main(["estimate-memory", "--model=llama3_8b", "--gpu-type=h200", *asked]) == 0
+    told = capsys.readouterr().out
+    assert f"default: {nodes}\n" in told
+    assert batch in told
+    in_node = nodes.partition("(")[2].split()[0]
+    assert f"for {in_node} ranks on a node" in told
+
+
 def test_an_estimate_tells_days_and_price_of_tokens(capsys):
     asked = ["estimate-memory", "--model=llama3_70b", "--strategy=lora", "--gpus=8", "--gpu-type=a100", "--json"]
     assert cli.main([*asked, "--tokens=2B", "--price=1.8"]) == 0
@@ -484,6 +500,40 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     found = diagnose(run)
     assert (found.state, found.is_healthy, found.command) == ("finished", True, ""), found
     assert [(one.step, one.compared, one.problem) for one in found.checkpoints] == [(6, "checksums", "")]
+
+
+def test_a_detached_run_goes_on_without_its_command_and_is_followed_later(shell):
+    started = shell("train", *SMALL, "--steps", "4", "--detach", "--run-dir", "run")
+    assert started.returncode == 0, started.stderr
+    submitted, following = started.stdout.splitlines()[-2:]
+    assert submitted.startswith("submit    process ")
+    assert "training-infra cancel run stops it" in submitted
+    assert "train     " not in started.stdout
+    command = following.removeprefix("next      training-infra ").partition("#")[0].split()
+    ended = shell(*command)
+    assert ended.returncode == 0, ended.stderr
+    assert read_metrics(RunDirectory(shell.path / "run")).num_rows == 4
+    assert (shell.path / "run" / "report.html").exists()
+    again = shell(*command, "--detach")
+    assert "submit    nothing: the run is finished" in again.stdout
+
+
+def test_a_report_says_that_its_run_is_at_work(shell):
+    started = shell("train", *SMALL, "--steps", "100000", "--detach", "--run-dir", "run")
+    assert started.returncode == 0, started.stderr
+    try:
+        assert shell("report", "run").returncode == 0
+        assert '<span class="status idle">running, ' in (shell.path / "run" / "report.html").read_text()
+    finally:
+        stopped = shell("cancel", "run")
+    assert stopped.returncode == 0, stopped.stderr
+    assert shell("report", "run").returncode == 0
+    assert '<span class="status warn">cancelled' in (shell.path / "run" / "report.html").read_text()
+
+
+def test_a_flow_is_not_detached_from_its_job(shell):
+    refused = shell("train", *SMALL, "--flow", "--detach")
+    assert (refused.returncode, refused.stderr) == (2, "error: --detach: a flow follows its job; drop --flow\n")
 
 
 @pytest.mark.wide

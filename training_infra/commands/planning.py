@@ -61,7 +61,12 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     code = 0 if planned.estimate.fits else DoesNotFitError.exit_code
     if options.json:
         choice = planned.choice.as_dict() if planned.choice else {}
-        resolved = {"config": planned.config.model_dump(mode="json"), "plan": planned.plan.as_dict()}
+        resolved = {
+            "config": planned.config.model_dump(mode="json"),
+            "num_nodes": planned.config.num_nodes,
+            "batch_size": planned.config.batch_size,
+            "plan": planned.plan.as_dict(),
+        }
         print_json(choice | planned.estimate.as_dict() | resolved | {"cost": cost and cost.as_dict()})
         return code
     print_plan(planned)

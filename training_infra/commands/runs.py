@@ -3,9 +3,10 @@
 import argparse
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import Outcome
 from llama_core.records.owners import other_owner
@@ -107,11 +108,15 @@ DOCTOR = Command(
 
 def _report(options: argparse.Namespace) -> None:
     from llama_core.chain.runs import load_config
+    from llama_core.launch.jobs.submission import attach
     from training_reports.page import write_report
 
     run = RunDirectory(options.run_dir)
     load_config(run)
-    print_line(write_report(run))
+    is_running = False
+    with suppress(RunDirectoryError):  # the page is about a run whose job cannot be seen from here, too
+        is_running = attach(run) is not None
+    print_line(write_report(run, is_running=is_running))
 
 
 REPORT = Command(

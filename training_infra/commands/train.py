@@ -3,6 +3,7 @@
 import argparse
 
 from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
 from training_infra.commands.command import ALLOW_DATA_CHANGE, NEW_RUN_DIR, RESUME, Argument, Command
 from training_infra.commands.configuration import requested_config
 from training_infra.commands.planning import rehearse
@@ -19,6 +20,8 @@ def _train(options: argparse.Namespace) -> int:
 
         print_text(preview_sbatch(config, options.run_dir))
     elif options.flow:
+        if options.detach:
+            raise ConfigError("--detach: a flow follows its job; drop --flow")
         from training_infra.commands.flow import run_flow
 
         run_flow(
@@ -41,7 +44,7 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
 
     own = local_steps(config, options.run_dir, resume=options.resume, allow_data_change=options.allow_data_change)
     with say.silenced(options.json):
-        run = run_chain(own)
+        run = run_chain(own, detach=options.detach)
     if options.json:
         print_json(steps.records(run))
 
@@ -63,6 +66,7 @@ TRAIN = Command(
         Argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing"),
         Argument("--print-sbatch", action="store_true", help="print the Slurm script of the job; submit nothing"),
         Argument("--flow", action="store_true", help="run the steps as a Prefect flow"),
+        Argument("--detach", action="store_true", help="submit the job and return; train --resume follows it"),
     ),
     flags=FLAGS,
 )

@@ -47,16 +47,17 @@ def slurm_parameters(
         config: the resolved configuration.
         name: name of the run, by which people and scripts find the job in the queue.
         comment: identifies the submission in the queue.
-        num_ranks: ranks over all nodes, a multiple of ``launch.nodes``.
+        num_ranks: ranks over all nodes, a multiple of the nodes.
         host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
         elastic_run: the directory of a run whose job may start with ``launch.min_nodes`` nodes or more; None if it
             needs all of its nodes.
     """
     slurm = config.launch.slurm
-    nodes = config.launch.nodes
+    nodes = config.num_nodes
     on_cuda = config.launch.device == "cuda"
     cores = _cores_of_a_rank(config)
     ranks = num_ranks // nodes
+    options = slurm.options_with_gpus(ranks) if on_cuda else slurm.options
     limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
@@ -64,7 +65,7 @@ def slurm_parameters(
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "mem": memory_request(config, num_ranks, host_bytes),
-        "gpus_per_node": ranks if on_cuda else None,
+        "gpus_per_node": ranks if on_cuda and slurm.gres_gpus is None else None,  # Slurm refuses types beside it
         "setup": slurm.setup or None,
         "array_parallelism": slurm.max_parallel_jobs,
     }
@@ -85,9 +86,9 @@ def slurm_parameters(
         "stderr_to_stdout": True,
         "wckey": None,  # clusters that account by wckey refuse submitit's own
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
-        "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | slurm.options,
+        "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | options,
     } | {name: value for name, value in asked.items() if value is not None}
-    return request if elastic_run is None else _for_any_nodes(request, config.launch.fewest_nodes, elastic_run)
+    return request if elastic_run is None else _for_any_nodes(request, config.fewest_nodes, elastic_run)
 
 
 def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) -> dict[str, Any]:
@@ -111,16 +112,18 @@ def of_an_evaluation(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
     """Return a configuration whose Slurm job is an evaluation's: on its nodes, with its partition, QOS and limit."""
     asked = config.evaluation
     slurm = config.launch.slurm
+    device = evaluating_device(config, beside_ranks=True)
+    options = slurm.options if device == "cuda" else slurm.options_with_gpus(0)
     limits = {
         "partition": asked.partition or slurm.partition,
         "qos": asked.qos or slurm.qos,
         "time_limit_min": asked.time_limit_min,
         "memory_gb_per_node": None,
         # the whole nodes that ranks may want
-        "options": {key: value for key, value in slurm.options.items() if key != "exclusive"},
+        "options": {key: value for key, value in options.items() if key != "exclusive"},
     }
     launch = {
-        "device": evaluating_device(config, beside_ranks=True),
+        "device": device,
         "nodes": shared.nodes,
         "min_nodes": None,
         "slurm": slurm.model_copy(update=limits),
@@ -157,7 +160,7 @@ def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | 
         host_bytes: the estimated host memory of a node's ranks; 0 if it is unknown.
     """
     slurm = config.launch.slurm
-    nodes = config.launch.nodes
+    nodes = config.num_nodes
     if slurm.memory_gb_per_node:
         return f"{slurm.memory_gb_per_node}G"
     if _NAMED_OTHERWISE & slurm.options.keys():
@@ -195,7 +198,7 @@ def sbatch_script(config: RunConfig, name: str, folder: Path, num_ranks: int, ho
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = f"{python_command()} {shlex.join(['-u', '-m', 'submitit.core._submit', str(folder)])}"
-    elastic_run = run_dir if config.launch.is_elastic else None
+    elastic_run = run_dir if config.is_elastic else None
     asked = slurm_parameters(config, name, comment_of(folder), num_ranks, host_bytes, elastic_run=elastic_run)
     return str(_make_sbatch_string(command=command, folder=folder, **asked))
 

@@ -139,7 +139,7 @@ def _submission(
         num_ranks,
         command,
         companion=(*EVALUATOR, str(run.path)) if evaluates else (),
-        is_elastic=trains and config.launch.is_elastic,
+        is_elastic=trains and config.is_elastic,
     )
 
 

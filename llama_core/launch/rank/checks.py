@@ -106,7 +106,7 @@ def check_own_device(config: RunConfig, plan: ParallelPlan) -> None:
             f"{where}: {device.name} has {format_bytes(device.total_memory)}, but the run was planned for "
             f"{planned.label}; request such nodes (launch.slurm.constraint), or plan for these (launch.gpu_type)"
         )
-    if config.launch.nodes > 1 and not splits_without_gloo():
+    if config.num_nodes > 1 and not splits_without_gloo():
         raise EnvironmentMismatchError(
             f"{where}: torch {torch.__version__} makes the groups of several nodes one by one, which takes minutes; "
             f"install torch {FIRST_FOR_SEVERAL_NODES} or newer"

@@ -163,7 +163,7 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
     training = config.training
     return HostMemory(
         on_cuda=on_cuda,
-        num_ranks=-(-plan.world_size // config.launch.nodes),
+        num_ranks=-(-plan.world_size // config.num_nodes),
         batches_bytes=_batches(config, plan, on_cuda),
         offloaded_bytes=_offloaded(config, plan, on_cuda),
         copies_states=plan.zero_backend == "native",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from llama_core.errors import PlanError
@@ -10,13 +11,15 @@ from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Shape, Variant
 from llama_core.planning.search.leanest import leanest_plan
-from llama_core.planning.search.search import Option, Search
+from llama_core.planning.search.search import CLOSE, Option, Search
 from llama_core.planning.time.step_time import StepTime
-from llama_core.schedules.registry import schedule_names, schedule_type
+from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_names, schedule_type
 from llama_core.units import format_bytes
 
 MAX_RUNNERS_UP = 4
 """Plans shown beside the chosen one."""
+NOTICEABLE = 0.01
+"""Share of a step below which two plans count as equally fast: estimates of times are not more exact."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +90,48 @@ _KEYS: Mapping[str, Callable[[Variant], Any]] = {
 
 
 def explain(search: Search, best: Option) -> Choice:
-    """Return ``best`` with its reasons; if an alternative proves faster, return that one with its reasons.
+    """Return ``best`` with its reasons; if an alternative proves faster, or as fast and simpler, return that one.
 
     Args:
         search: the search that found it.
         best: the fastest option.
     """
-    others = {name: _other(search, best, key) for name, key in _KEYS.items()}
+    others = _others(search, best)
     faster = min(filter(None, others.values()), key=lambda other: other.step.total, default=best)
     if faster.step.total < best.step.total:
         return explain(search, faster)
+    simplest = _simplest(search, best)
+    if simplest is best:
+        return _explained(search, best, others)
+    less = 1 - best.step.total / simplest.step.total
+    why = f"simpler than the fastest, which is {less:.1%} faster, less than estimates can tell: {best.plan.summary()}"
+    return _explained(search, simplest, _others(search, simplest), {"simpler": why})
+
+
+def _complexity(variant: Variant) -> tuple[int, bool]:
+    """Return how far a variant divides the model and its sequences, and whether its schedule is another than usual."""
+    shape = variant.shape
+    return shape.tp * shape.pp * shape.cp * variant.ep, variant.order.schedule != DEFAULT_SCHEDULE
+
+
+def _simplest(search: Search, fastest: Option) -> Option:
+    """Return the simplest option that is as fast as the fastest, as far as estimates can tell."""
+    near = (1 + NOTICEABLE) * fastest.step.total
+    most = _complexity(fastest.variant)
+    simpler: dict[tuple[int, bool], set[Variant]] = {}
+    for variant, bound in search.bounded.items():
+        if _complexity(variant) < most and CLOSE * bound <= near:
+            simpler.setdefault(_complexity(variant), set()).add(variant)
+    for _, variants in sorted(simpler.items()):
+        option = search.fastest(variants.__contains__)
+        if option is not None and option.step.total <= near:
+            return option
+    return fastest
+
+
+def _explained(
+    search: Search, best: Option, others: Mapping[str, Option | None], why: Mapping[str, str] = MappingProxyType({})
+) -> Choice:
     reasons = _Reasons(search, best, others)
     pipeline = next((other for other in (best, others["pp"]) if other and other.variant.shape.pp > 1), None)
     return Choice(
@@ -104,7 +139,7 @@ def explain(search: Search, best: Option) -> Choice:
         step=best.step,
         peak_bytes=best.peak_bytes,
         limit_bytes=search.fitting.limit,
-        reasons=reasons.sentences(),
+        reasons={**why, **reasons.sentences()},
         rejected=(
             *search.candidates.degrees.refusals(),
             *_rejected_schedules(search, pipeline),
@@ -114,8 +149,12 @@ def explain(search: Search, best: Option) -> Choice:
     )
 
 
+def _others(search: Search, best: Option) -> dict[str, Option | None]:
+    """Return, for each of ``_KEYS``, the fastest option with another value; None if none fits."""
+    return {name: _other(search, best, key) for name, key in _KEYS.items()}
+
+
 def _other(search: Search, best: Option, key: Callable[[Variant], Any]) -> Option | None:
-    """Return the fastest option with another value of one choice; None if none fits."""
     return search.fastest(lambda variant: key(variant) != key(best.variant), close=1.0)
 
 

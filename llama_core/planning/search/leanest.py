@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from llama_core.config import nf4
-from llama_core.config.hardware import DeviceSpec, gpu_names, gpu_spec
+from llama_core.config.hardware import DeviceSpec, fewest_nodes, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
@@ -90,8 +90,7 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
     while _held_between_steps(config) > gpus * FILL_LIMIT * device.usable_bytes:
         gpus *= 2
     while gpus <= MOST_DEVICES:
-        nodes = max(1, gpus // device.gpus_per_node)
-        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes})
+        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": fewest_nodes(gpus, device)})
         fitting = Fitting(more, device.usable_bytes)
         with suppress(PlanError):  # this number cannot divide the batch or the model
             plan = leanest_plan(Candidates(more, device), fitting)
@@ -186,10 +185,11 @@ def _more_devices(config: RunConfig, device: DeviceSpec | None, usable: int) -> 
     devices = config.parallel.gpus
     nodes = config.launch.nodes
     for halves in _HALVES_MORE:
-        if devices * halves % 2 or (nodes > 1 and nodes * halves % 2):
+        if devices * halves % 2 or (nodes and nodes > 1 and nodes * halves % 2):
             continue
         gpus = devices * halves // 2
-        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes * halves // 2 if nodes > 1 else 1})
+        more_nodes = nodes * halves // 2 if nodes and nodes > 1 else nodes
+        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": more_nodes})
         if _fits(more, device, usable):
             yield f"parallel.gpus={gpus}"
             return

@@ -20,7 +20,7 @@ These and ``START_SECONDS`` are from NCCL's own model (``src/graph/tuning.cc``, 
 
 def node_size(config: RunConfig, in_a_node: int) -> int:
     """Return the number of devices of a run that a fast link connects; ``in_a_node`` is the most there can be."""
-    return max(1, min(in_a_node, config.parallel.gpus // config.launch.nodes))
+    return max(1, min(in_a_node, config.parallel.gpus // config.num_nodes))
 
 
 class Links:
