@@ -93,6 +93,26 @@ class StepRecord:
     Not multiplied by beta. The answers are not drawn from the model, so it may be negative. Of labelled answers, it is
     that of mismatched ones, at least 0, which their losses are relative to. None without a reference.
     """
+    eval_reward_margin: float | None = None
+    """``reward_margin`` of the held-out answers after this step; None if not measured."""
+    eval_reward_accuracy: float | None = None
+    """``reward_accuracy`` of the held-out answers after this step; None if not measured."""
+
+    @property
+    def rewards(self) -> str:
+        """Margin and accuracy of the step's answers in words; empty if it has none."""
+        return _rewards(self.reward_margin, self.reward_accuracy)
+
+    @property
+    def held_out(self) -> str:
+        """The held-out loss after this step in words, with that of each name; empty if not measured."""
+        if self.eval_loss is None:
+            return ""
+        beside = [f"{name} {loss:.4f}" for name, loss in self.eval_losses.items()]
+        if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
+            beside.append(rewards)
+        told = f" ({', '.join(beside)})" if beside else ""
+        return f"held-out loss {self.eval_loss:.4f}{told}"
 
 
 @dataclass(frozen=True)
@@ -133,6 +153,7 @@ class TrainingSummary:
     eval_loss: float | None
     """Mean loss on the held-out tokens after the last step."""
     eval_tokens: int
+    """Over how much it is the mean: tokens, or what else ``counted`` says."""
     unigram_entropy: float | None
     """Unigram entropy of the corpus, in nats per token; only for the byte tokenizer."""
     bigram_entropy: float | None
@@ -157,6 +178,15 @@ class TrainingSummary:
     """The same of each named part of the held-out tokens; empty if they have no names."""
     ended_early: str = ""
     """Why the run ended before its last step, as a clause; empty if it did not."""
+    eval_reward_margin: float | None = None
+    """``reward_margin`` of the held-out answers after the last step; None if not measured."""
+    eval_reward_accuracy: float | None = None
+    """``reward_accuracy`` of the held-out answers after the last step; None if not measured."""
+
+    @property
+    def counted(self) -> str:
+        """What the losses are means over, as a plural: tokens, pairs or answers."""
+        return f"{self.loss_unit.rpartition('/')[2]}s"
 
     @property
     def memory_added_bytes(self) -> int:
@@ -196,6 +226,8 @@ class TrainingSummary:
                 if entropy is not None
             ]
             beside_it += [f"{name} {rows.mean:.3f}" for name, rows in self.named_eval_rows.items()]
+            if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
+                beside_it.append(f"{rewards} over {self.eval_tokens:,} {self.counted}")
             beside = f" ({', '.join(beside_it)})" if beside_it else ""
             parts.append(f"held-out loss {self.eval_loss:.3f} {self.loss_unit}{beside}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
@@ -268,3 +300,11 @@ class BenchmarkRecord:
             f"{self.tokens_per_second:,.0f} tokens/s{mfu}: median step {self.median_seconds:.3f} s, "
             f"quartiles {self.spread_seconds:.3f} s apart, {len(self.step_seconds)} steps on {self.device}"
         )
+
+
+def _rewards(margin: float | None, accuracy: float | None) -> str:
+    """Return in words how far good answers are ahead of bad ones, and how often; a batch may have good ones alone."""
+    told = [] if margin is None else [f"margin {margin:.4f}"]
+    if accuracy is not None:
+        told.append(f"accuracy {accuracy:.1%}")
+    return ", ".join(told)
