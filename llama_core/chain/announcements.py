@@ -1,13 +1,16 @@
 """What the chain says about a run: each function prints its lines from the run's records, or returns one."""
 
 from contextlib import suppress
+from pathlib import Path
 
+from llama_core.chain.batch import batch_line
 from llama_core.chain.console import say
 from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
 from llama_core.chain.steps import estimate
 from llama_core.config.run import RANDOM_BASE
-from llama_core.config.settings import SAMPLE
+from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RunDirectoryError
+from llama_core.hub import repository_in_cache
 from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
@@ -19,6 +22,7 @@ from llama_core.records.hub import HubRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.redaction import shell_word
 from llama_core.training.rates import learning_rate
+from llama_core.units import format_count
 
 
 def describe(run: RunDirectory) -> str:
@@ -72,6 +76,25 @@ def say_hub(run: RunDirectory) -> None:
             say("hub", f"{source.setting}: {source.name} at {source.commit}")
         for note in found.notes:
             say("note", note)
+
+
+def say_model(run: RunDirectory) -> None:
+    """Print the run's model, its size, and its tokenizer."""
+    config = load_config(run)
+    model = repository_in_cache(Path(config.model)) or config.model
+    told = f"{model}: {format_count(config.spec.num_parameters)} parameters"
+    if config.data.source != DATALOADER:  # its batches are tokens already
+        told += f"; tokenizer: {config.data.tokenizer}"
+    say("model", told)
+
+
+def say_batch(run: RunDirectory) -> None:
+    """Print what a step reads, and how many steps the run takes."""
+    data = {}
+    if run.data.exists():
+        with intact(run.data):
+            data = read_json(run.data)
+    say("batch", batch_line(load_config(run), data))
 
 
 def say_weights(run: RunDirectory) -> None:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from llama_core.chain.announcements import (
     asked_memory,
     describe,
+    say_batch,
     say_data,
     say_environment,
     say_extension,
     say_goodput,
     say_hub,
     say_metrics,
+    say_model,
     say_plan,
     say_weights,
 )
@@ -70,11 +72,13 @@ def run_chain(steps: Steps) -> RunDirectory:
     """
     run = steps.prepare()
     say_hub(run)
+    say_model(run)
     say_weights(run)
     say("run", describe(run))
     say_extension(run)
     say_environment(steps.validate(run))
     say_data(run)
+    say_batch(run)
     say_plan(run)
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)
