@@ -72,10 +72,10 @@ def run_chain(steps: Steps) -> RunDirectory:
     """
     run = steps.prepare()
     say_hub(run)
-    say_model(run)
     say_weights(run)
     say("run", describe(run))
     say_extension(run)
+    say_model(run)
     say_environment(steps.validate(run))
     say_data(run)
     say_batch(run)

@@ -13,6 +13,9 @@ from llama_core.units import format_bytes, format_count, format_duration
 NAMED_LOSS = "eval_loss/"
 """What the name of a named held-out loss begins with: in TensorBoard, Weights & Biases and a sweep's objective."""
 
+MOST_WAITING = 0.1
+"""Share of the time that computing threads wait for a core, above which a speed is that of a shared machine."""
+
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time above zero, so that it can be a divisor."""
 
@@ -284,9 +287,23 @@ class BenchmarkRecord:
         slow, _, fast = quantiles(rates, n=4, method="inclusive")
         return slow, fast
 
+    @property
+    def waiting_share(self) -> float:
+        """Share of the time that a computing thread was ready to run without a core; 0 if unknown."""
+        return (self.waiting_threads or 0.0) / max(1, self.num_threads)
+
+    def why_not_told_apart(self, slower: "BenchmarkRecord") -> str:
+        """Return in a clause why slower steps may be as fast as these on another day; empty if they are slower."""
+        if self.throughput_quartiles[0] <= slower.throughput_quartiles[1]:
+            return "the middle halves of their steps overlap"
+        waiting = max(self.waiting_share, slower.waiting_share)
+        if waiting > MOST_WAITING:  # the steps of one run are alike then, but not those of two
+            return f"the machine was shared: threads waited for a core {waiting:.0%} of the time"
+        return ""
+
     def is_told_apart(self, slower: "BenchmarkRecord") -> bool:
-        """Return whether the middle half of these steps lies above that of slower ones."""
-        return self.throughput_quartiles[0] > slower.throughput_quartiles[1]
+        """Return whether these steps are faster than slower ones by more than their noise."""
+        return not self.why_not_told_apart(slower)
 
     @property
     def relative_spread(self) -> float:

@@ -18,7 +18,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, arrow_reader, atomic_write, by_dotted_key, read_file, read_json, user_path
-from llama_core.records.measurements import BenchmarkRecord
+from llama_core.records.measurements import MOST_WAITING, BenchmarkRecord
 from llama_core.sweep.objective import UNTIMED
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ HISTORY = "history"
 
 MOST_SPREAD = 0.1
 """Interquartile range of the steps over their median above which a result is called noisy."""
-MOST_WAITING = 0.1
-"""Share of the time that computing threads wait for a core, above which a result is called disturbed."""
 
 
 @dataclass(frozen=True)
