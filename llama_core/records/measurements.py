@@ -171,7 +171,7 @@ class TrainingSummary:
     """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
     memory_process_bytes: int = 0
     """The resident set before the model was built, on the CPU; 0 on CUDA."""
-    memory_by_rank_bytes: tuple[int, ...] = ()
+    memory_by_rank_bytes: tuple[int, ...] = field(default=(), repr=False)
     """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
     loss_unit: str = "nats/token"
     """Unit of the losses."""
@@ -185,6 +185,13 @@ class TrainingSummary:
     """``reward_margin`` of the held-out answers after the last step; None if not measured."""
     eval_reward_accuracy: float | None = None
     """``reward_accuracy`` of the held-out answers after the last step; None if not measured."""
+
+    @property
+    def held_out_weights(self) -> dict[str, float]:
+        """How much each named part weighs in ``eval_loss``: its share of what is held out, not of training."""
+        counts = {name: rows.count for name, rows in self.named_eval_rows.items()}
+        whole = sum(counts.values())
+        return {name: count / whole for name, count in counts.items()} if whole else {}
 
     @property
     def counted(self) -> str:
@@ -228,7 +235,10 @@ class TrainingSummary:
                 for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
                 if entropy is not None
             ]
-            beside_it += [f"{name} {rows.mean:.3f}" for name, rows in self.named_eval_rows.items()]
+            weights = self.held_out_weights
+            beside_it += [
+                f"{name} {rows.mean:.3f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()
+            ]
             if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
                 beside_it.append(f"{rewards} over {self.eval_tokens:,} {self.counted}")
             beside = f" ({', '.join(beside_it)})" if beside_it else ""

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.registry import OBJECTIVES
-from llama_core.records.measurements import BenchmarkRecord
+from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents, losses_by_name
 from training_reports.downsampling import MOST_POINTS, kept
@@ -183,7 +183,8 @@ def _named_loss_panel(contents: RunContents) -> Panel | None:
         "Held-out loss by name",
         figure,
         f"At step {last.name}: {values} {contents.loss_unit}.",
-        ["The held-out loss above is the mean over the tokens of all of these."],
+        list(weights_of_named(contents.training))
+        or ["The held-out loss above is the mean over what is held out of all of these, whatever their shares."],
         wide=True,
         height_px=300 + LEGEND_LINE_PX * len(last),  # on a narrow page, each name has a line of the legend
     )
@@ -207,6 +208,17 @@ def named_losses(steps: pd.DataFrame, *, unit: str = NEXT_TOKEN.unit_in_words) -
         )
     _label_steps(figure, steps)
     return figure
+
+
+def weights_of_named(training: TrainingSummary | None) -> Iterator[str]:
+    """Yield how much each named part weighs in the held-out loss, as a sentence; nothing if there are no names."""
+    weights = {} if training is None else training.held_out_weights
+    if training is not None and weights:
+        told = ", ".join(f"{name} {weight:.1%}" for name, weight in weights.items())
+        yield (
+            f"Names weigh in the held-out loss as they have held-out {training.counted}, whatever their shares in "
+            f"training: {told}."
+        )
 
 
 def _by_name(steps: pd.DataFrame) -> pd.DataFrame:

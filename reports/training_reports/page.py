@@ -20,7 +20,7 @@ from llama_core.units import format_bytes, format_count, format_duration
 from training_reports.attempts import COLUMNS, attempts_table
 from training_reports.breakdown import step_breakdown
 from training_reports.by_rank import memory_by_rank
-from training_reports.by_step import panels_of_learning, panels_of_running
+from training_reports.by_step import panels_of_learning, panels_of_running, weights_of_named
 from training_reports.contents import RunContents
 from training_reports.evaluations import evaluation_panels
 from training_reports.files import end_of_culprits_log, run_files
@@ -224,6 +224,7 @@ def _held_out_loss(contents: RunContents) -> Card:
         if not lines and training.loss_unit == NEXT_TOKEN.unit:
             lines.append(_no_entropies(contents))
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out {training.counted}.")
+        lines += weights_of_named(training)
         if training.eval_reward_accuracy is not None:
             right = "the chosen answer has the higher reward" if training.counted == "pairs" else "the reward is right"
             lines.append(f"In {training.eval_reward_accuracy:.1%} of them {right}.")

@@ -19,6 +19,7 @@ from llama_core.records.activity import Activity, append_activities
 from llama_core.records.data_changes import DataChange, record_data_change
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
+from llama_core.records.held_out import HeldOutRows
 from llama_core.units import GIB, MIB, format_bytes
 from training_reports import page as page_of_run
 from training_reports.by_step import panels_of_learning
@@ -462,7 +463,12 @@ def test_stages_and_other_data_are_lines_in_the_figures_of_losses_and_sentences_
     }
     run.config.write_text(RunConfig.from_mapping(config).to_yaml())
     record_data_change(run, DataChange(176, {"code": 44}, new=("wiki",), step=22))
+    named_rows = {"code": HeldOutRows.of([6.0] * 3, [3] * 3), "wiki": HeldOutRows.of([1.0], [3])}
+    write_json(run.training, replace(SUMMARY, named_eval_rows=named_rows))
     loss, named = panels_of_learning(RunContents.read(run))
+    weighs = "Names weigh in the held-out loss as they have held-out tokens, whatever their shares in training: "
+    assert named.notes == [f"{weighs}code 75.0%, wiki 25.0%."]
+    assert f"{weighs}code 75.0%, wiki 25.0%." in report(run).text.partition("Throughput")[0], "on the card too"
     for panel in (loss, named):
         lines = {one.text: line.x0 for one, line in zip(panel.figure.layout.annotations, vertical(panel), strict=True)}
         assert lines == {"stage 2": 10, "other data": 22}
