@@ -9,6 +9,7 @@ import pandas as pd
 
 from llama_core.records.evaluations import Score
 from llama_core.records.files import by_dotted_key
+from llama_core.records.measurements import MOST_WAITING
 from training_reports.contents import RunContents, losses_by_name
 from training_reports.evaluations import score_name
 
@@ -116,6 +117,12 @@ class ComparedRun:
             return self.contents.benchmark.throughput_quartiles
         rates = self.contents.steps["tokens_per_second"].astype(float)
         return None if rates.empty else (rates.quantile(0.25), rates.quantile(0.75))
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether threads waited for cores while its steps were timed: its times are those of a shared machine."""
+        timed = self.contents.benchmark
+        return timed is not None and timed.waiting_share > MOST_WAITING
 
     @property
     def mfu(self) -> float | None:

@@ -94,9 +94,11 @@ def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
     mfu = measure("MFU", lambda run: run.mfu, "{:.1%}".format, "high")
     yield replace(mfu, is_told_apart=is_faster)
     yield measure("peak memory", lambda run: run.memory_peak_bytes, format_bytes, "low")
-    yield measure("device hours", lambda run: run.device_hours, "{:,.3g}".format, "low")
-    yield measure("cost", lambda run: run.dollars, "${:,.2f}".format, "low")
-    yield measure("cost of 1B tokens", lambda run: run.dollars_per_billion_tokens, "${:,.0f}".format, "low")
+    hours = measure("device hours", lambda run: run.device_hours, "{:,.3g}".format, "low")
+    cost = measure("cost", lambda run: run.dollars, "${:,.2f}".format, "low")
+    of_tokens = measure("cost of 1B tokens", lambda run: run.dollars_per_billion_tokens, "${:,.0f}".format, "low")
+    for time_taken in (hours, cost, of_tokens):
+        yield replace(time_taken, is_told_apart=partial(_had_own_machines, runs))
 
 
 def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
@@ -157,6 +159,11 @@ def _scores(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
 def held_out_names(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the names of the held-out losses of any run, each once."""
     return list(dict.fromkeys(name for run in runs for name in run.named_losses))
+
+
+def _had_own_machines(runs: Sequence[ComparedRun], one: int, other: int) -> bool:
+    """Return whether neither of two runs is known to have been on a shared machine."""
+    return not (runs[one].was_disturbed or runs[other].was_disturbed)
 
 
 def _is_faster(runs: Sequence[ComparedRun], fast: int, slow: int) -> bool:

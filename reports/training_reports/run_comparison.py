@@ -9,7 +9,6 @@ from typing import Any
 
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
-from llama_core.records.measurements import MOST_WAITING
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import HELD_OUT
 from training_reports.compared_run import SOFTWARE, ComparedRun
@@ -157,7 +156,7 @@ def _notes_on_runs(runs: Sequence[ComparedRun]) -> Iterator[str]:
         yield f"Tokens/s come from timed steps, but from training steps for {', '.join(untimed)}."
     for run in runs:
         timed = run.contents.benchmark
-        if timed is not None and timed.waiting_share > MOST_WAITING:
+        if timed is not None and run.was_disturbed:
             yield (
                 f"{run.name} was timed on a shared machine: its threads waited for a core {timed.waiting_share:.0%} of "
                 "the time, so its speed may be another one on another day."

@@ -104,7 +104,8 @@ def test_timed_steps_that_overlap_have_no_winner(tmp_path):
 
 
 def test_a_speed_of_a_shared_machine_is_no_better_and_a_note_says_so(tmp_path):
-    paths = [write(tmp_path / name) for name in ("a", "b")]
+    paths = [write(tmp_path / "a"), write(tmp_path / "b", rate=2)]
+    assert measures(paths)["cost"].cells()[1].endswith("(-50.0%)")
     timed = read_json(paths[1] / "benchmark.json")
     faster = {
         "step_seconds": [0.4 * value for value in timed["step_seconds"]],
@@ -113,9 +114,10 @@ def test_a_speed_of_a_shared_machine_is_no_better_and_a_note_says_so(tmp_path):
     }
     write_json(paths[1] / "benchmark.json", timed | faster | {"tokens_per_second": timed["tokens_per_second"] / 0.4})
     compared = compare_runs(paths)
-    (rates,) = [one for one in compared.measures if one.name == "tokens/s"]
-    assert rates.winner is None
-    assert rates.cells()[1].endswith("(within the noise)")
+    for name in ("tokens/s", "device hours", "cost", "cost of 1B tokens"):
+        (measure,) = [one for one in compared.measures if one.name == name]
+        assert measure.winner is None
+        assert measure.cells()[1].endswith("(within the noise)")
     assert any("b was timed on a shared machine" in note and "45% of the time" in note for note in compared.notes)
 
 
