@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from llama_core.errors import safe
@@ -66,18 +67,18 @@ def say_output(rank: int, line: str) -> None:
 
 @contextmanager
 def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
-    """Show a progress bar with the losses, tokens/s and memory, and yield the function to call with every step.
+    """Show a progress bar with loss, tokens/s and memory, and yield the function to call with every step.
 
-    If the output is not a terminal, print a line for the first step and at every tenth of the run instead, with the
-    time that is left.
+    Held-out losses are lines above the bar. If the output is not a terminal, print a line for the first step and at
+    every tenth of the run instead, with the newest held-out loss and the time that is left.
     """
     if not say.can_redraw:
         yield _TenLines(run)
         return
     with Progress(
         TextColumn("[bold]train     "),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[text]}", markup=False),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=False)),  # or the rest is cut off
         TimeRemainingColumn(),
         console=say.console,
         transient=True,
@@ -88,7 +89,11 @@ def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
 
         def show(record: StepRecord) -> None:
             length.heed(record)
-            text = describe_step(record, evaluations.newest(record))
+            before = evaluations.found
+            evaluated = evaluations.newest(record)
+            if evaluated is not None and evaluated != before:
+                say("evaluate", f"step {evaluated.step}/{evaluated.total_steps}  {evaluated.held_out}")
+            text = describe_step(record, with_held_out=False)
             progress.update(task, total=record.total_steps, completed=record.step, text=text)
 
         yield show
@@ -153,22 +158,22 @@ class _Evaluations:
     """
 
     def __init__(self, run: RunDirectory) -> None:
+        self.found: StepRecord | None = None
+        """The newest so far."""
         self._run = run
-        self._found: StepRecord | None = None
         self._looked_at = 0
 
     def newest(self, record: StepRecord) -> StepRecord | None:
         """Return the newest record with a held-out loss, up to a step; None if no step was evaluated."""
-        if self._found is not None and self._found.step > record.step:  # the run has gone back to a checkpoint
-            self._found = None
-        if record.eval_loss is not None:
-            self._found = record
-            self._looked_at = record.step
-        elif abs(record.step - self._looked_at) >= max(1, record.total_steps // 100):
+        if self.found is not None and self.found.step > record.step:  # the run has gone back to a checkpoint
+            self.found = None
+        is_due = abs(record.step - self._looked_at) >= max(1, record.total_steps // 100)
+        if is_due or record.step == record.total_steps:
             after = min(self._looked_at, record.step)
             self._looked_at = record.step
-            self._found = newest_evaluation(self._run, after) or self._found
-        return self._found
+            newest = record if record.eval_loss is not None else newest_evaluation(self._run, after)
+            self.found = newest or self.found
+        return self.found
 
 
 def _time_left(before: StepRecord | None, record: StepRecord) -> str:
@@ -180,18 +185,19 @@ def _time_left(before: StepRecord | None, record: StepRecord) -> str:
     return f"  about {format_duration(left)} left" if left > 0 else ""  # a clock may have been set back
 
 
-def describe_step(record: StepRecord, evaluated: StepRecord | None = None) -> str:
+def describe_step(record: StepRecord, evaluated: StepRecord | None = None, *, with_held_out: bool = True) -> str:
     """Return a step's number, loss, rewards, speed and memory in one line.
 
     Args:
         record: the step.
         evaluated: the newest evaluated step, whose held-out loss is named with it; default: this step, if it was.
+        with_held_out: whether to name a held-out loss.
     """
     evaluated = evaluated or record
     parts = [f"step {record.step}/{record.total_steps}", f"loss {record.loss:.4f}"]
     if record.rewards:
         parts.append(record.rewards)
-    if evaluated.held_out:
+    if with_held_out and evaluated.held_out:
         when = "" if evaluated.step == record.step else f" after step {evaluated.step}"
         parts.append(f"{evaluated.held_out}{when}")
     parts.append(f"{record.tokens_per_second:,.0f} tokens/s")

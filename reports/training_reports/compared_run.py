@@ -116,7 +116,7 @@ class ComparedRun:
         if self.contents.benchmark is not None:
             return self.contents.benchmark.throughput_quartiles
         rates = self.contents.steps["tokens_per_second"].astype(float)
-        return None if rates.empty else (rates.quantile(0.25), rates.quantile(0.75))
+        return None if rates.empty else (float(rates.quantile(0.25)), float(rates.quantile(0.75)))
 
     @property
     def was_disturbed(self) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,18 @@ from llama_core.records.directory import RunDirectory
 with watch(RunDirectory(Path("nowhere"))) as show:
     for step in range(1, 41):
         show(record(step, total_steps=40))
+"""
+
+FOLLOW_ANSWERS = """
+import sys; sys.path.append(sys.argv[1])
+from pathlib import Path
+from step_record import record
+from llama_core.chain.console import watch
+from llama_core.records.directory import RunDirectory
+held_out = {4: {"eval_loss": 2.0, "eval_losses": {"code": 1.5, "wikipedia": 2.5}}}
+with watch(RunDirectory(Path("nowhere"))) as show:
+    for step in range(1, 31):
+        show(record(step, total_steps=40, reward_margin=0.25, reward_accuracy=0.75, **held_out.get(step, {})))
 """
 
 STOP = """
@@ -116,6 +129,20 @@ def test_a_step_that_was_evaluated_itself_names_no_other(tmp_path):
 def test_lines_of_a_run_on_answers_tell_margin_and_accuracy(rewards, told):
     assert told in describe_step(record(7, **rewards))
     assert told.split("  ")[1] in format_record(record(7, **rewards))
+
+
+def test_a_narrow_terminal_shows_all_of_a_step_and_the_held_out_losses_above_it():
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
+    command = [sys.executable, "-c", FOLLOW_ANSWERS, TESTS]
+    subprocess.run(command, stdout=theirs, env=environment, check=True)
+    os.close(theirs)
+    told = os.read(ours, 1 << 20).decode()
+    os.close(ours)
+    assert told.count("step 4/40  held-out loss 2.0000 (code 1.5000, wikipedia 2.5000)") == 1
+    last = " ".join(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told).rpartition("step 30/40")[2].split())
+    for part in ("loss 1.0000", "margin 0.2500, accuracy", "75.0%", "1,000 tokens/s", ":"):  # the last: the time left
+        assert part in last
 
 
 def test_a_terminal_counts_the_seconds_down():
