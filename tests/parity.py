@@ -215,16 +215,22 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
         for step in range(NUM_STEPS)
     ]
     rewards = measured_totals(engine.model, plan)
+    evaluated = engine.evaluate(held_out_microbatches(plan, documents, objective))
+    held_out_rewards = measured_totals(engine.model, plan)
     of_pairs = {}
     if rewards is not None:
         answers = engine.log_probabilities_of_answers(held_out_microbatches(plan, documents))
-        of_pairs = {"rewards": {"": rewards.numpy()}, "answers": {"": answers.numpy()}}
+        of_pairs = {
+            "rewards": {"": rewards.numpy()},
+            "held-out rewards": {"": held_out_rewards.numpy()},
+            "answers": {"": answers.numpy()},
+        }
     return of_pairs | {
         "losses": {"": _array([step.loss for step in steps])},
         "norms": {"": _array([step.grad_norm for step in steps])},
         "gradients": gradients,
         "weights": {name: _whole(parameter.detach()) for name, parameter in engine.model.named_parameters()},
-        "evaluation": {"": _array(engine.evaluate(held_out_microbatches(plan, documents, objective)).losses)},
+        "evaluation": {"": _array(evaluated.losses)},
     }
 
 

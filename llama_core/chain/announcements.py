@@ -1,13 +1,16 @@
 """What the chain says about a run: each function prints its lines from the run's records, or returns one."""
 
 from contextlib import suppress
+from pathlib import Path
 
+from llama_core.chain.batch import batch_line
 from llama_core.chain.console import say
 from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point, settings_to_continue
 from llama_core.chain.steps import estimate
 from llama_core.config.run import RANDOM_BASE
-from llama_core.config.settings import SAMPLE
+from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RunDirectoryError
+from llama_core.hub import repository_in_cache
 from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
@@ -16,11 +19,12 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
 from llama_core.records.hub import HubRecord
-from llama_core.records.measurements import BenchmarkRecord, disturbance
+from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.settings_changes import read_settings_changes
 from llama_core.redaction import shell_word
 from llama_core.training.rates import learning_rate
+from llama_core.units import format_count
 
 
 def describe(run: RunDirectory) -> str:
@@ -76,6 +80,25 @@ def say_hub(run: RunDirectory) -> None:
             say("note", note)
 
 
+def say_model(run: RunDirectory) -> None:
+    """Print the run's model, its size, and its tokenizer."""
+    config = load_config(run)
+    model = repository_in_cache(Path(config.model)) or config.model
+    told = f"{model}: {format_count(config.spec.num_parameters)} parameters"
+    if config.data.source != DATALOADER:  # its batches are tokens already
+        told += f"; tokenizer: {config.data.tokenizer}"
+    say("model", told)
+
+
+def say_batch(run: RunDirectory) -> None:
+    """Print what a step reads, and how many steps the run takes."""
+    data = {}
+    if run.data.exists():
+        with intact(run.data):
+            data = read_json(run.data)
+    say("batch", batch_line(load_config(run), data))
+
+
 def say_weights(run: RunDirectory) -> None:
     """Print where the run's initial weights come from, and the defaults for fine-tuning."""
     config = load_config(run)
@@ -95,8 +118,8 @@ def say_timed(run: RunDirectory, timed: BenchmarkRecord | None) -> None:
         say("benchmark", "skipped: benchmark.steps=0")
         return
     say("benchmark", timed.summary())
-    if (shared := disturbance(timed.waiting_share(load_config(run).launch.device))) is not None:
-        say("note", f"in the timed steps, {shared}")
+    if timed.disturbance:
+        say("note", f"in the timed steps, {timed.disturbance}")
 
 
 def say_data(run: RunDirectory) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llama_core.chain.announcements import (
     asked_memory,
     describe,
+    say_batch,
     say_changed_settings,
     say_data,
     say_environment,
@@ -16,6 +17,7 @@ from llama_core.chain.announcements import (
     say_goodput,
     say_hub,
     say_metrics,
+    say_model,
     say_plan,
     say_timed,
     say_weights,
@@ -81,8 +83,10 @@ def run_chain(steps: Steps, *, detach: bool = False) -> RunDirectory:
     say("run", describe(run))
     say_extension(run)
     say_changed_settings(run)
+    say_model(run)
     say_environment(steps.validate(run))
     say_data(run)
+    say_batch(run)
     say_plan(run)
     say("estimate", steps.estimate(run).summary())
     rehearsed = steps.rehearse(run)

@@ -5,14 +5,16 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from llama_core.errors import safe
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed
 from llama_core.records.measurements import StepRecord
+from llama_core.records.metrics import newest_evaluation
 from llama_core.training.length import ChosenLength
-from llama_core.units import format_bytes
+from llama_core.units import format_bytes, format_duration
 
 
 class Announcer:
@@ -67,25 +69,32 @@ def say_output(rank: int, line: str) -> None:
 def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
     """Show a progress bar with loss, tokens/s and memory, and yield the function to call with every step.
 
-    If the output is not a terminal, print a line for the first step and at every tenth of the run instead.
+    Held-out losses are lines above the bar. If the output is not a terminal, print a line for the first step and at
+    every tenth of the run instead, with the newest held-out loss and the time that is left.
     """
     if not say.can_redraw:
         yield _TenLines(run)
         return
     with Progress(
         TextColumn("[bold]train     "),
-        BarColumn(bar_width=24),
-        TextColumn("{task.fields[text]}", markup=False),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=False)),  # or the rest is cut off
         TimeRemainingColumn(),
         console=say.console,
         transient=True,
     ) as progress:
         task = progress.add_task("train", total=None, text=f"starting; log in {run.logs}")
         length = _Length(run)
+        evaluations = _Evaluations(run)
 
         def show(record: StepRecord) -> None:
             length.heed(record)
-            progress.update(task, total=record.total_steps, completed=record.step, text=describe_step(record))
+            before = evaluations.found
+            evaluated = evaluations.newest(record)
+            if evaluated is not None and evaluated != before:
+                say("evaluate", f"step {evaluated.step}/{evaluated.total_steps}  {evaluated.held_out}")
+            text = describe_step(record, with_held_out=False)
+            progress.update(task, total=record.total_steps, completed=record.step, text=text)
 
         yield show
 
@@ -126,7 +135,10 @@ class _TenLines:
 
     def __init__(self, run: RunDirectory) -> None:
         self._length = _Length(run)
+        self._evaluations = _Evaluations(run)
         self._tenths = -1
+        self._before: StepRecord | None = None
+        """The step of the line before."""
 
     def __call__(self, record: StepRecord) -> None:
         if self._length.heed(record):
@@ -134,12 +146,60 @@ class _TenLines:
         tenths = record.step * 10 // record.total_steps
         if tenths > self._tenths:
             self._tenths = tenths
-            say("train", describe_step(record))
+            line = describe_step(record, self._evaluations.newest(record))
+            say("train", f"{line}{_time_left(self._before, record)}")
+            self._before = record
 
 
-def describe_step(record: StepRecord) -> str:
-    """Return a step's number, loss, speed and memory in one line."""
-    return (
-        f"step {record.step}/{record.total_steps}  loss {record.loss:.3f}  "
-        f"{record.tokens_per_second:,.0f} tokens/s  {format_bytes(record.memory_allocated_bytes)}"
-    )
+class _Evaluations:
+    """Finds the newest held-out loss. Whoever watches a run sees its newest step alone, and may miss the evaluated one.
+
+    So it looks into the metrics too, at most at every hundredth of the run: each file of them is read once.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        self.found: StepRecord | None = None
+        """The newest so far."""
+        self._run = run
+        self._looked_at = 0
+
+    def newest(self, record: StepRecord) -> StepRecord | None:
+        """Return the newest record with a held-out loss, up to a step; None if no step was evaluated."""
+        if self.found is not None and self.found.step > record.step:  # the run has gone back to a checkpoint
+            self.found = None
+        is_due = abs(record.step - self._looked_at) >= max(1, record.total_steps // 100)
+        if is_due or record.step == record.total_steps:
+            after = min(self._looked_at, record.step)
+            self._looked_at = record.step
+            newest = record if record.eval_loss is not None else newest_evaluation(self._run, after)
+            self.found = newest or self.found
+        return self.found
+
+
+def _time_left(before: StepRecord | None, record: StepRecord) -> str:
+    """Return the time to the last step at the pace since an earlier one, evaluations and checkpoints included."""
+    if before is None or not before.step < record.step < record.total_steps:
+        return ""
+    seconds_per_step = (record.time - before.time) / (record.step - before.step)
+    left = seconds_per_step * (record.total_steps - record.step)
+    return f"  about {format_duration(left)} left" if left > 0 else ""  # a clock may have been set back
+
+
+def describe_step(record: StepRecord, evaluated: StepRecord | None = None, *, with_held_out: bool = True) -> str:
+    """Return a step's number, loss, rewards, speed and memory in one line.
+
+    Args:
+        record: the step.
+        evaluated: the newest evaluated step, whose held-out loss is named with it; default: this step, if it was.
+        with_held_out: whether to name a held-out loss.
+    """
+    evaluated = evaluated or record
+    parts = [f"step {record.step}/{record.total_steps}", f"loss {record.loss:.4f}"]
+    if record.rewards:
+        parts.append(record.rewards)
+    if with_held_out and evaluated.held_out:
+        when = "" if evaluated.step == record.step else f" after step {evaluated.step}"
+        parts.append(f"{evaluated.held_out}{when}")
+    parts.append(f"{record.tokens_per_second:,.0f} tokens/s")
+    parts.append(format_bytes(record.memory_allocated_bytes))
+    return "  ".join(parts)

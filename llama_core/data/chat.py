@@ -91,11 +91,15 @@ class ConversationCounts:
 
     def __str__(self) -> str:
         """Return the counts as text, for a message."""
+        return self.summary("conversations")
+
+    def summary(self, unit: str) -> str:
+        """Return the counts as text, of conversations that are called ``unit``."""
         tools = f", {self.num_with_tools:,} with tools, {self.num_calls:,} tool calls"
         muted = f", {self.num_muted:,} of them not trained on" if self.num_muted else ""
         empty = f"; {self.num_empty_turns:,} empty turns dropped" if self.num_empty_turns else ""
         return (
-            f"{self.num_conversations:,} conversations ({self.num_multi_turn:,} multi-turn, "
+            f"{self.num_conversations:,} {unit} ({self.num_multi_turn:,} multi-turn, "
             f"{self.num_with_system:,} with a system prompt, {self.num_assistant_turns:,} assistant turns{muted}"
             f"{tools if self.num_with_tools or self.num_calls else ''}{empty})"
         )

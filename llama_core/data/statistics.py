@@ -18,6 +18,7 @@ from llama_core.data.tokenizer import BYTES, Tokenizer
 from llama_core.errors import RunDirectoryError
 from llama_core.records.files import read_typed, write_json
 
+DOCUMENTS = "documents"
 _MOST_COUNTED_TOKENS = 2**33
 """Training tokens above which no entropies are counted."""
 
@@ -89,18 +90,23 @@ class DataStatistics:
     """Where each stage of a mixture after the first begins, and the shares of its sources."""
     frame: str = ""
     """What each text begins and ends with; empty if all documents are conversations."""
+    unit: str = DOCUMENTS
+    """What a row holds whole, as many as fit: conversations, pairs or labelled answers; documents are cut instead."""
 
     def summary(self) -> str:
         """Return the data in one line."""
         held_out = f"{self.num_validation_documents:,} held out" if self.num_validation_documents else "none held out"
         template = f", template: {self.chat_template}" if self.chat_template else ""
-        conversations = f"; {self.conversations}{template}" if self.conversations.num_conversations else ""
+        of_chat = self.unit in {DOCUMENTS, PackedConversations.unit}  # a source of conversations may hold texts, too
+        unit = DOCUMENTS if of_chat else self.unit
+        counts = self.conversations.summary(PackedConversations.unit if of_chat else self.unit)
+        conversations = f"; {counts}{template}" if self.conversations.num_conversations else ""
         when = " at first" if self.stages else ""
         mixture = f"; mixture{when}: {', '.join(map(str, self.sources))}" if self.sources else ""
         stages = "".join(f"; {stage}" for stage in self.stages)
         frame = f"; {self.frame}" if self.frame else ""
         return (
-            f"{self.num_documents:,} documents to train on, {held_out}{conversations}; "
+            f"{self.num_documents:,} {unit} to train on, {held_out}{conversations}; "
             f"loss on {self.num_targets:,} of {self.num_tokens:,} tokens{mixture}{stages}{frame}"
         )
 
@@ -142,6 +148,7 @@ def data_statistics(
     num_documents = sum(source.cache.num_documents for source in sources.values())
     packed = [rows for rows in (*train.values(), *validation.values()) if isinstance(rows, PackedConversations)]
     bad_lines = sum((source.cache.bad_lines for source in sources.values()), BadLines())
+    units = {_unit(rows) for rows in train.values()}
     return DataStatistics(
         num_documents=sum(rows.num_documents for rows in train.values()),
         num_tokens=sum(rows.num_tokens for rows in train.values()),
@@ -168,6 +175,7 @@ def data_statistics(
         sources=_about(mixture, train, validation, num_sequences) if data.sources else (),
         stages=tuple(map(str, mixture.stages)),
         frame=about_frame(data, chat) if num_documents > conversations.num_conversations else "",
+        unit=units.pop() if len(units) == 1 else DOCUMENTS,
     )
 
 
@@ -214,7 +222,7 @@ def _about_stages(stages: Sequence[Stage], num_sequences: int | None) -> Iterato
 
 
 def _unit(rows: PackedDataset) -> str:
-    return rows.unit if isinstance(rows, PackedConversations) else "documents"
+    return rows.unit if isinstance(rows, PackedConversations) else DOCUMENTS
 
 
 def _losses(rows: PackedDataset, which: str) -> Iterator[str]:

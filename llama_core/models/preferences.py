@@ -97,10 +97,9 @@ class PreferenceObjective:
         outcome = self.of_pairs(answers)
         exists = self.exist(_pairs(starts_BA))
         counts = exists & starts_here
-        if torch.is_grad_enabled():  # an evaluation is no part of a step
-            measured = torch.where(counts, self.measured(outcome.rewards.detach(), answers.gains.detach()), 0)
-            measured = measured.flatten(1).sum(1)
-            self._measured = measured if self._measured is None else self._measured + measured
+        measured = torch.where(counts, self.measured(outcome.rewards.detach(), answers.gains.detach()), 0)
+        measured = measured.flatten(1).sum(1)
+        self._measured = measured if self._measured is None else self._measured + measured
         # a pair that begins on another rank is worth nothing here, but has its gradient
         elsewhere = outcome.losses - outcome.losses.detach()
         losses = torch.where(counts, outcome.losses, elsewhere)

@@ -1,6 +1,7 @@
-"""What an objective measures of a step beside the loss, summed over all ranks."""
+"""What an objective measures of a step or an evaluation beside the loss, summed over all ranks."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -9,13 +10,16 @@ from torch import Tensor
 from llama_core.models.llama import Llama
 from llama_core.models.objective import MeasuringObjective
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.measurements import StepRecord
+
+_FIELDS = frozenset(field.name for field in fields(StepRecord))
 
 
 @torch.no_grad()
 def measured_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
-    """Return the sums of a step, over all ranks; None if the objective measures nothing.
+    """Return the sums of a step or an evaluation, over all ranks; None if the objective measures nothing.
 
-    All ranks must call it together, after the step.
+    All ranks must call it together, after each step and each evaluation: it forgets the sums.
     """
     objective = model.objective
     if not isinstance(objective, MeasuringObjective):
@@ -29,6 +33,17 @@ def measured_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
         dist.all_reduce(total)
         total /= plan.tp  # these ranks compute the same
     return total
+
+
+def held_out_fields(model: Llama, total: Tensor | None) -> Mapping[str, float]:
+    """Return the fields of a step's record that tell the same of the held-out rows, those with a name of their own.
+
+    Args:
+        model: the model, or this rank's part.
+        total: the result of ``measured_totals`` after an evaluation.
+    """
+    held_out = {f"eval_{name}": value for name, value in measured_fields(model, total).items()}
+    return {name: value for name, value in held_out.items() if name in _FIELDS}
 
 
 def measured_fields(model: Llama, total: Tensor | None) -> Mapping[str, float]:

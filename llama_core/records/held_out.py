@@ -38,7 +38,7 @@ class Difference:
         return f"{self.amount:.4f}" if self.spread is None else f"{self.amount:.4f} ± {self.spread:.4f}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeldOutRows:
     """The loss of each held-out row, in the order of the rows, which no plan changes."""
 
@@ -46,6 +46,11 @@ class HeldOutRows:
     """The sum over what counts in a row."""
     counts: tuple[int, ...]
     """How much counts in a row, such as the number of its targets."""
+
+    def __repr__(self) -> str:
+        """Return the mean and its spread: there may be thousands of rows."""
+        spread = "" if self.spread is None else f" ± {self.spread:.4f}"
+        return f"<{len(self.counts):,} held-out rows: {self.mean:.4f}{spread} over {self.count:,}>"
 
     @classmethod
     def of(cls, losses: Sequence[float], counts: Sequence[int]) -> Self:

@@ -95,6 +95,26 @@ class StepRecord:
     Not multiplied by beta. The answers are not drawn from the model, so it may be negative. Of labelled answers, it is
     that of mismatched ones, at least 0, which their losses are relative to. None without a reference.
     """
+    eval_reward_margin: float | None = None
+    """``reward_margin`` of the held-out answers after this step; None if not measured."""
+    eval_reward_accuracy: float | None = None
+    """``reward_accuracy`` of the held-out answers after this step; None if not measured."""
+
+    @property
+    def rewards(self) -> str:
+        """Margin and accuracy of the step's answers in words; empty if it has none."""
+        return _rewards(self.reward_margin, self.reward_accuracy)
+
+    @property
+    def held_out(self) -> str:
+        """The held-out loss after this step in words, with that of each name; empty if not measured."""
+        if self.eval_loss is None:
+            return ""
+        beside = [f"{name} {loss:.4f}" for name, loss in self.eval_losses.items()]
+        if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
+            beside.append(rewards)
+        told = f" ({', '.join(beside)})" if beside else ""
+        return f"held-out loss {self.eval_loss:.4f}{told}"
 
 
 @dataclass(frozen=True)
@@ -135,6 +155,7 @@ class TrainingSummary:
     eval_loss: float | None
     """Mean loss on the held-out tokens after the last step."""
     eval_tokens: int
+    """Over how much it is the mean: tokens, or what else ``counted`` says."""
     unigram_entropy: float | None
     """Unigram entropy of the corpus, in nats per token; only for the byte tokenizer."""
     bigram_entropy: float | None
@@ -149,7 +170,7 @@ class TrainingSummary:
     """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
     memory_process_bytes: int = 0
     """The resident set before the model was built, on the CPU; 0 on CUDA."""
-    memory_by_rank_bytes: tuple[int, ...] = ()
+    memory_by_rank_bytes: tuple[int, ...] = field(default=(), repr=False)
     """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
     loss_unit: str = "nats/token"
     """Unit of the losses."""
@@ -159,6 +180,22 @@ class TrainingSummary:
     """The same of each named part of the held-out tokens; empty if they have no names."""
     ended_early: str = ""
     """Why the run ended before its last step, as a clause; empty if it did not."""
+    eval_reward_margin: float | None = None
+    """``reward_margin`` of the held-out answers after the last step; None if not measured."""
+    eval_reward_accuracy: float | None = None
+    """``reward_accuracy`` of the held-out answers after the last step; None if not measured."""
+
+    @property
+    def held_out_weights(self) -> dict[str, float]:
+        """How much each named part weighs in ``eval_loss``: its share of what is held out, not of training."""
+        counts = {name: rows.count for name, rows in self.named_eval_rows.items()}
+        whole = sum(counts.values())
+        return {name: count / whole for name, count in counts.items()} if whole else {}
+
+    @property
+    def counted(self) -> str:
+        """What the losses are means over, as a plural: tokens, pairs or answers."""
+        return f"{self.loss_unit.rpartition('/')[2]}s"
 
     @property
     def memory_added_bytes(self) -> int:
@@ -197,7 +234,12 @@ class TrainingSummary:
                 for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
                 if entropy is not None
             ]
-            beside_it += [f"{name} {rows.mean:.3f}" for name, rows in self.named_eval_rows.items()]
+            weights = self.held_out_weights
+            beside_it += [
+                f"{name} {rows.mean:.3f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()
+            ]
+            if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
+                beside_it.append(f"{rewards} over {self.eval_tokens:,} {self.counted}")
             beside = f" ({', '.join(beside_it)})" if beside_it else ""
             parts.append(f"held-out loss {self.eval_loss:.3f} {self.loss_unit}{beside}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
@@ -229,7 +271,7 @@ class BenchmarkRecord:
     memory_reserved_bytes: int = 0
     """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
     num_threads: int = 0
-    """Threads with which a rank computes on the CPU; 0 if not recorded."""
+    """Threads with which a rank computes on the CPU; 0 on a GPU."""
     waiting_threads: float | None = None
     """Threads that could run but had no core, on average over the timed steps, in the rank where that is most. Other
     programs, or too many threads of the run, share the cores then. None where the system does not say."""
@@ -245,15 +287,18 @@ class BenchmarkRecord:
         """Most memory alive in the timed steps beyond that before the model was built, which the estimate predicts."""
         return self.memory_peak_bytes - self.memory_baseline_bytes
 
-    def waiting_share(self, device: str) -> float | None:
-        """Return the share of the time that a computing thread was ready to run without a core; None if unknown.
+    @property
+    def waiting_share(self) -> float | None:
+        """Share of the time that a computing thread was ready to run without a core; None if unknown.
 
-        Args:
-            device: where the run computed; on a GPU, one thread counts.
+        On a GPU, one thread counts.
         """
-        if self.waiting_threads is None:
-            return None
-        return self.waiting_threads / (max(1, self.num_threads) if device == "cpu" else 1)
+        return None if self.waiting_threads is None else self.waiting_threads / max(1, self.num_threads)
+
+    @property
+    def disturbance(self) -> str | None:
+        """In a clause, how long threads waited for a core; None if they hardly did, or nobody knows."""
+        return disturbance(self.waiting_share)
 
     @property
     def throughput_quartiles(self) -> tuple[float, float]:
@@ -264,9 +309,16 @@ class BenchmarkRecord:
         slow, _, fast = quantiles(rates, n=4, method="inclusive")
         return slow, fast
 
+    def why_not_told_apart(self, slower: "BenchmarkRecord") -> str:
+        """Return in a clause why slower steps may be as fast as these on another day; empty if they are slower."""
+        if self.throughput_quartiles[0] <= slower.throughput_quartiles[1]:
+            return "the middle halves of their steps overlap"
+        waiting = max(self.waiting_share or 0.0, slower.waiting_share or 0.0)
+        return disturbance(waiting) or ""  # the steps of one run are alike on a shared machine, but not those of two
+
     def is_told_apart(self, slower: "BenchmarkRecord") -> bool:
-        """Return whether the middle half of these steps lies above that of slower ones."""
-        return self.throughput_quartiles[0] > slower.throughput_quartiles[1]
+        """Return whether these steps are faster than slower ones by more than their noise."""
+        return not self.why_not_told_apart(slower)
 
     @property
     def relative_spread(self) -> float:
@@ -287,3 +339,11 @@ def disturbance(waiting_share: float | None) -> str | None:
     if waiting_share is None or waiting_share <= MOST_WAITING:
         return None
     return f"threads waited for a core {waiting_share:.0%} of the time: the machine was shared"
+
+
+def _rewards(margin: float | None, accuracy: float | None) -> str:
+    """Return in words how far good answers are ahead of bad ones, and how often; a batch may have good ones alone."""
+    told = [] if margin is None else [f"margin {margin:.4f}"]
+    if accuracy is not None:
+        told.append(f"accuracy {accuracy:.1%}")
+    return ", ".join(told)

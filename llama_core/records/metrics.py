@@ -97,6 +97,26 @@ def read_heartbeat(run: RunDirectory) -> StepRecord | None:
     return None
 
 
+def newest_evaluation(run: RunDirectory, after: int) -> StepRecord | None:
+    """Return the record of the newest evaluated step after ``after``; None without one, or if a file is damaged."""
+    with suppress(RunDirectoryError):
+        for rows in _newest_rows(run):
+            evaluated = [row for row in rows if row["eval_loss"] is not None and row["step"] > after]
+            if evaluated:
+                return StepRecord(**max(evaluated, key=lambda row: row["step"]))
+            if rows and min(row["step"] for row in rows) <= after:
+                break
+    return None
+
+
+def _newest_rows(run: RunDirectory) -> Iterator[list[dict[str, Any]]]:
+    """Yield the appended records, then those of each part, newest first."""
+    yield _appended(run)
+    for path in sorted(_parts(run), key=_number, reverse=True):
+        rows = _read_part(run, path).to_pylist()
+        yield [row | {name: dict(row[name] or ()) for name in _MAPPINGS} for row in rows]
+
+
 def drop_metrics_after(run: RunDirectory, step: int) -> None:
     """Move the records of steps after ``step``, which a run resumed there repeats, to its repeated steps.
 

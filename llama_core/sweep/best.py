@@ -71,10 +71,11 @@ def _trained(sweep: SweepDirectory, record: SweepRecord, names: Sequence[str]) -
 def _fastest(ranked: list[str], timed: Mapping[str, BenchmarkRecord], record: SweepRecord) -> str:
     first, second = ranked[:2]
     rate = timed[first].tokens_per_second
-    ahead = rate / timed[second].tokens_per_second - 1
-    noise = "" if timed[first].is_told_apart(timed[second]) else ", within the noise of their steps"
     names = record.names
-    return f"{names[first]}: {rate:,.0f} tokens/s, {ahead:.1%} more than the next ({names[second]}){noise}"
+    if noise := timed[first].why_not_told_apart(timed[second]):
+        return f"{names[first]}: {rate:,.0f} tokens/s, not told apart from the next ({names[second]}): {noise}"
+    ahead = rate / timed[second].tokens_per_second - 1
+    return f"{names[first]}: {rate:,.0f} tokens/s, {ahead:.1%} more than the next ({names[second]})"
 
 
 def _best(ranked: Sequence[str], qualities: Mapping[str, Quality], record: SweepRecord) -> str:

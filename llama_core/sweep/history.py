@@ -143,7 +143,7 @@ def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
         tokens_per_step=timed.tokens_per_step,
         tokens_per_second=tuple(timed.tokens_per_step / seconds for seconds in timed.step_seconds),
         memory_peak_bytes=timed.memory_peak_bytes,
-        waiting_share=timed.waiting_share(config.launch.device),
+        waiting_share=timed.waiting_share,
     )
 
 

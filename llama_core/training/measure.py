@@ -280,7 +280,7 @@ def time_steps(
         mfu=mfu(tokens_per_step / median),
         memory_peak_bytes=meter.peak(),
         memory_reserved_bytes=meter.reserved(),
-        num_threads=torch.get_num_threads(),
+        num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         waiting_threads=None if waited is None or waited_since is None else max(0.0, waited_since - waited) / elapsed,
     )
 

@@ -232,13 +232,12 @@ def format_record(record: StepRecord) -> str:
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"memory {format_bytes(record.memory_allocated_bytes)} (peak {format_bytes(record.memory_peak_bytes)})",
     ]
-    if record.reward_margin is not None:
-        parts.insert(2, f"margin {record.reward_margin:.4f} (accuracy {record.reward_accuracy:.1%})")
+    if record.rewards:
+        parts.insert(2, record.rewards)
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
-    if record.eval_loss is not None:
-        named = ", ".join(f"{name} {loss:.4f}" for name, loss in record.eval_losses.items())
-        parts.append(f"held-out loss {record.eval_loss:.4f}{f' ({named})' if named else ''}")
+    if record.held_out:
+        parts.append(record.held_out)
     if record.skipped:
         parts.append("SKIPPED: not finite")
     if record.spike:

@@ -31,7 +31,7 @@ from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
 from llama_core.models.objective import PreparingObjective
 from llama_core.models.pretrained import checkpoints_behind, where_stored
 from llama_core.parallel.expert import routing_statistics, routing_totals
-from llama_core.parallel.measured import measured_fields, measured_totals
+from llama_core.parallel.measured import held_out_fields, measured_fields, measured_totals
 from llama_core.parallel.ranks import (
     first_complaint,
     from_first_rank,
@@ -277,7 +277,7 @@ class Trainer:
         with self.meter.watching():
             self._take_steps()
             if not self._last_eval.rows and self.validation:  # resumed after the last step
-                self._last_eval = _Evaluation(self.step, self._evaluate())
+                self._last_eval = self._evaluation_after(self.step)
         held_out = self._last_eval.joined
         own_peak = self.meter.peak()
         peak, reserved = most_over_ranks(own_peak, self.meter.reserved())
@@ -299,6 +299,7 @@ class Trainer:
             eval_rows=held_out,
             named_eval_rows=self._last_eval.named,
             ended_early=self.ended_early,
+            **self._last_eval.measured,
         )
 
     def _take_steps(self) -> None:
@@ -576,7 +577,7 @@ class Trainer:
             bad = BadStep(begun.step, flaw or spike, is_finite=not flaw, data=begun.position)
         evaluation = _Evaluation()
         if evaluates and bad is None:
-            evaluation = self._last_eval = _Evaluation(begun.step, self._evaluate())
+            evaluation = self._last_eval = self._evaluation_after(begun.step)
             self._patience.add(begun.step, evaluation.loss, evaluation.named_losses)
             self._end_early_if_due()
             self._tell_step()
@@ -605,6 +606,7 @@ class Trainer:
             eval_losses=evaluation.named_losses,
             **routing_statistics(begun.routing, self.config.spec),
             **measured_fields(self.engine.model, begun.measured),
+            **evaluation.measured,
         )
         return record, bool(stop), bad
 
@@ -695,6 +697,11 @@ class Trainer:
         """Return how many rows of a length a forward has: as many tokens as those of the longest stage."""
         rows = self.plan.rows_per_forward
         return rows * self.config.seq_len // seq_len if seq_len in self.config.seq_lens else rows
+
+    def _evaluation_after(self, step: int) -> "_Evaluation":
+        rows = self._evaluate()
+        measured = measured_totals(self.engine.model, self.plan)
+        return _Evaluation(step, rows, held_out_fields(self.engine.model, measured))
 
     def _evaluate(self) -> dict[str, HeldOutRows]:
         """Return the loss of the rows of the held-out batches, by name or as ``UNNAMED``."""
@@ -796,6 +803,8 @@ class _Evaluation:
     """The step that it came after."""
     rows: Mapping[str, HeldOutRows] = field(default_factory=dict)
     """By name, or as ``UNNAMED``."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What the objective measured of all rows beside the loss, by the field of the record."""
 
     @cached_property
     def joined(self) -> HeldOutRows | None:

@@ -1,17 +1,17 @@
 """What a run did by step: each subject's figure beside the panel that shows it.
 
-A figure is a pure function from the steps to a Plotly figure. ``PANELS`` is the order on the page. Unknown values are
-NaN and leave a gap in the line.
+A figure is a pure function from the steps to a Plotly figure. ``LEARNING`` and ``RUNNING`` are the order on the page.
+Unknown values are NaN and leave a gap in the line.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.registry import OBJECTIVES
-from llama_core.records.measurements import BenchmarkRecord
+from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents, losses_by_name
 from training_reports.downsampling import MOST_POINTS, kept
@@ -57,11 +57,23 @@ _NAMED_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK, STEEL, TAUPE)
 _DASHES = ("solid", "dash", "dot")
 
 
-def panels_by_step(contents: RunContents) -> list[Panel]:
-    """Return the panels of the run's steps, that of the loss first; a single one without a figure if it has no step."""
+def panels_of_learning(contents: RunContents) -> list[Panel]:
+    """Return the panels on what the model learns by step, that of the loss first.
+
+    It is a single one without a figure if the run has no step.
+    """
     if contents.steps.empty:
         return [Panel("Training by step", None, "", [contents.missing["steps"]], wide=True)]
-    panels = [panel(contents) for panel in PANELS]
+    return _made(LEARNING, contents)
+
+
+def panels_of_running(contents: RunContents) -> list[Panel]:
+    """Return the panels on how the steps run; empty if the run has none."""
+    return [] if contents.steps.empty else _made(RUNNING, contents)
+
+
+def _made(kinds: Sequence[Callable[[RunContents], Panel | None]], contents: RunContents) -> list[Panel]:
+    panels = [panel(contents) for panel in kinds]
     return [panel for panel in panels if panel is not None]
 
 
@@ -174,7 +186,8 @@ def _named_loss_panel(contents: RunContents) -> Panel | None:
         "Held-out loss by name",
         figure,
         f"At step {last.name}: {values} {contents.loss_unit}.",
-        ["The held-out loss above is the mean over the tokens of all of these."],
+        list(weights_of_named(contents.training))
+        or ["The held-out loss above is the mean over what is held out of all of these, whatever their shares."],
         wide=True,
         height_px=300 + LEGEND_LINE_PX * len(last),  # on a narrow page, each name has a line of the legend
     )
@@ -198,6 +211,17 @@ def named_losses(steps: pd.DataFrame, *, unit: str = NEXT_TOKEN.unit_in_words) -
         )
     _label_steps(figure, steps)
     return figure
+
+
+def weights_of_named(training: TrainingSummary | None) -> Iterator[str]:
+    """Yield how much each named part weighs in the held-out loss, as a sentence; nothing if there are no names."""
+    weights = {} if training is None else training.held_out_weights
+    if training is not None and weights:
+        told = ", ".join(f"{name} {weight:.1%}" for name, weight in weights.items())
+        yield (
+            f"Names weigh in the held-out loss as they have held-out {training.counted}, whatever their shares in "
+            f"training: {told}."
+        )
 
 
 def _by_name(steps: pd.DataFrame) -> pd.DataFrame:
@@ -389,6 +413,13 @@ def _rewards_panel(contents: RunContents) -> Panel | None:
             "The KL divergence is an estimate on the answers of the data, which are not drawn from the model, so it "
             "may be negative: the mean gain in an answer's log-probability over the reference."
         )
+    held_out = steps[steps["eval_reward_margin"].notna()]
+    if not held_out.empty:
+        newest = held_out.iloc[-1]
+        summary += (
+            f" Of the held-out answers at step {newest['step']}, the margin was {newest['eval_reward_margin']:.3g} and "
+            f"the accuracy {newest['eval_reward_accuracy']:.1%}."
+        )
     has_reference = _has_reference(steps)
     if has_reference:
         summary += f" The KL divergence from the reference was about {last['kl']:.3g} nats."
@@ -431,6 +462,12 @@ def rewards(steps: pd.DataFrame) -> go.Figure:
     figure = styled_figure("", rows=len(titles))
     for column, name, color, hover, row in lines:
         add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
+    held_out = steps[steps["eval_reward_accuracy"].notna()]
+    if not held_out.empty:
+        for measure, hover, row in (("margin", "%{y:.3g}", 2), ("accuracy", "%{y:.1%}", 3)):
+            of_measure = held_out[f"eval_reward_{measure}"]
+            name = f"held-out {measure}"
+            add_line(figure, held_out["step"], of_measure, name, color=RED, hover=hover, marked=True, row=row)
     for row, title in enumerate(titles, start=1):
         figure.update_yaxes(title_text=title, row=row)
     figure.update_yaxes(range=[0, 1.05], tickformat=".0%", row=3)
@@ -438,17 +475,16 @@ def rewards(steps: pd.DataFrame) -> go.Figure:
     return figure
 
 
-PANELS: tuple[Callable[[RunContents], Panel | None], ...] = (
-    _loss_panel,
-    _named_loss_panel,
+LEARNING: tuple[Callable[[RunContents], Panel | None], ...] = (_loss_panel, _named_loss_panel, _rewards_panel)
+"""The panels on what the model learns, in their order on the page; one that cannot apply to the run is None."""
+RUNNING: tuple[Callable[[RunContents], Panel | None], ...] = (
     _throughput_panel,
     _step_time_panel,
     _learning_rate_panel,
     _memory_panel,
     _routing_panel,
-    _rewards_panel,
 )
-"""The panels in their order on the page; a panel that cannot apply to the run is None."""
+"""Likewise, the panels on how the steps run."""
 
 
 def _range(steps: pd.DataFrame) -> str:

@@ -111,8 +111,17 @@ class ComparedRun:
 
     @property
     def throughput_quartiles(self) -> tuple[float, float] | None:
-        """Lower and upper quartile of the timed steps' tokens/s; None without timed steps."""
-        return None if self.contents.benchmark is None else self.contents.benchmark.throughput_quartiles
+        """Lower and upper quartile of the tokens/s of the timed steps, or else of the training steps; None without."""
+        if self.contents.benchmark is not None:
+            return self.contents.benchmark.throughput_quartiles
+        rates = self.contents.steps["tokens_per_second"].astype(float)
+        return None if rates.empty else (float(rates.quantile(0.25)), float(rates.quantile(0.75)))
+
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether threads waited for cores while its steps were timed: its times are those of a shared machine."""
+        timed = self.contents.benchmark
+        return timed is not None and timed.disturbance is not None
 
     @property
     def mfu(self) -> float | None:

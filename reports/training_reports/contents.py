@@ -164,12 +164,17 @@ class RunContents:
             return None
 
     @cached_property
+    def run_config(self) -> RunConfig | None:
+        """The configuration; None if it is unknown or not valid."""
+        try:
+            return None if self.config is None else RunConfig.from_mapping(self.config)
+        except ConfigError:  # the configuration of another version
+            return None
+
+    @property
     def stages(self) -> Sequence[Stage]:
         """The stages of the data after the first; empty if there are none, or the configuration is not valid."""
-        try:
-            return RunConfig.from_mapping(self.config or {}).stages
-        except ConfigError:  # the configuration of another version
-            return ()
+        return () if self.run_config is None else self.run_config.stages
 
     def stage_peaks(self, field: str) -> list[int]:
         """Return the predicted peak of a rank of each pipeline stage, as ``predictions_alive``; empty if unknown.

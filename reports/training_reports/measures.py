@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from llama_core.records.evaluations import Score
@@ -27,7 +28,7 @@ class Measure:
     by_difference: bool = False
     """Whether a run is compared with the first by difference, not by ratio."""
     is_told_apart: Callable[[int, int], bool] = lambda one, other: True
-    """Whether the values of two runs, given by their places, differ by more than their spread."""
+    """Whether the values of two runs, given by their places, the better one first, differ by more than their noise."""
 
     @property
     def is_known(self) -> bool:
@@ -49,14 +50,20 @@ class Measure:
     def cells(self) -> list[str]:
         """Return the values as text; those after the first with their change against it."""
         first, *others = self.values
-        return [self._cell(first), *(self._cell(value) + self._change(value, first) for value in others)]
+        changes = [self._change(place, value, first) for place, value in enumerate(others, start=1)]
+        return [self._cell(first), *(self._cell(value) + change for value, change in zip(others, changes, strict=True))]
+
+    def _is_better(self, value: float, other: float) -> bool:
+        return value > other if self.best == "high" else value < other
 
     def _cell(self, value: float | None) -> str:
         return NOTHING if value is None else self.text(value)
 
-    def _change(self, value: float | None, first: float | None) -> str:
+    def _change(self, place: int, value: float | None, first: float | None) -> str:
         if value is None or not first or not self.best:
             return ""
+        if value != first and not self.is_told_apart(*((place, 0) if self._is_better(value, first) else (0, place))):
+            return " (within the noise)"
         if self.by_difference:
             return f" ({value - first:+.4f})"
         return f" ({value / first - 1:+.1%})"
@@ -81,18 +88,17 @@ def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
     yield measure("time in steps", lambda run: run.num_seconds, format_duration)
     yield from _losses(runs)
     yield from _scores(runs)
-    yield Measure(
-        "tokens/s",
-        tuple(run.tokens_per_second for run in runs),
-        "{:,.0f}".format,
-        "high",
-        is_told_apart=lambda one, other: not _overlap(runs[one].throughput_quartiles, runs[other].throughput_quartiles),
-    )
-    yield measure("MFU", lambda run: run.mfu, "{:.1%}".format, "high")
+    is_faster = partial(_is_faster, runs)
+    rate = measure("tokens/s", lambda run: run.tokens_per_second, "{:,.0f}".format, "high")
+    yield replace(rate, is_told_apart=is_faster)
+    mfu = measure("MFU", lambda run: run.mfu, "{:.1%}".format, "high")
+    yield replace(mfu, is_told_apart=is_faster)
     yield measure("peak memory", lambda run: run.memory_peak_bytes, format_bytes, "low")
-    yield measure("device hours", lambda run: run.device_hours, "{:,.3g}".format, "low")
-    yield measure("cost", lambda run: run.dollars, "${:,.2f}".format, "low")
-    yield measure("cost of 1B tokens", lambda run: run.dollars_per_billion_tokens, "${:,.0f}".format, "low")
+    hours = measure("device hours", lambda run: run.device_hours, "{:,.3g}".format, "low")
+    cost = measure("cost", lambda run: run.dollars, "${:,.2f}".format, "low")
+    of_tokens = measure("cost of 1B tokens", lambda run: run.dollars_per_billion_tokens, "${:,.0f}".format, "low")
+    for time_taken in (hours, cost, of_tokens):
+        yield replace(time_taken, is_told_apart=partial(_had_own_machines, runs))
 
 
 def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
@@ -155,5 +161,17 @@ def held_out_names(runs: Sequence[ComparedRun]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.named_losses))
 
 
-def _overlap(one: tuple[float, float] | None, other: tuple[float, float] | None) -> bool:
-    return one is not None and other is not None and one[0] <= other[1] and other[0] <= one[1]
+def _had_own_machines(runs: Sequence[ComparedRun], one: int, other: int) -> bool:
+    """Return whether neither of two runs is known to have been on a shared machine."""
+    return not (runs[one].was_disturbed or runs[other].was_disturbed)
+
+
+def _is_faster(runs: Sequence[ComparedRun], fast: int, slow: int) -> bool:
+    """Return whether a run is faster than another by more than the noise of their steps; so is one of a single step."""
+    first = runs[fast].contents.benchmark
+    second = runs[slow].contents.benchmark
+    if first is not None and second is not None:
+        return first.is_told_apart(second)
+    quartiles = runs[fast].throughput_quartiles
+    others = runs[slow].throughput_quartiles
+    return quartiles is None or others is None or quartiles[0] > others[1]

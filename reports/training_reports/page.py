@@ -7,17 +7,20 @@ from typing import Any
 
 import pandas as pd
 
+from llama_core.chain.batch import global_batch
 from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
-from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.config.settings import DATALOADER
+from llama_core.data.statistics import DOCUMENTS
+from llama_core.errors import RunDirectoryError
+from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key
-from llama_core.records.measurements import disturbance
 from llama_core.units import format_bytes, format_count, format_duration
 from training_reports.attempts import COLUMNS, attempts_table
 from training_reports.breakdown import step_breakdown
 from training_reports.by_rank import memory_by_rank
-from training_reports.by_step import panels_by_step
+from training_reports.by_step import panels_of_learning, panels_of_running, weights_of_named
 from training_reports.contents import RunContents
 from training_reports.evaluations import evaluation_panels
 from training_reports.files import end_of_culprits_log, run_files
@@ -73,11 +76,10 @@ def write_report(run: RunDirectory, *, is_running: bool = False) -> Path:
 
 def _warning(contents: RunContents) -> str | None:
     """Return the warning at the top of the page, if there is one."""
-    try:
-        config = RunConfig.from_mapping(contents.config or {})
-    except ConfigError:  # the configuration of another version
+    config = contents.run_config
+    if config is None or not config.has_random_base:
         return None
-    return f"{RANDOM_BASE[0].upper()}{RANDOM_BASE[1:]}." if config.has_random_base else None
+    return f"{RANDOM_BASE[0].upper()}{RANDOM_BASE[1:]}."
 
 
 def _facts(contents: RunContents) -> dict[str, object]:
@@ -89,9 +91,11 @@ def _facts(contents: RunContents) -> dict[str, object]:
     planned = _last(steps, "total_steps") or contents.setting("training", "steps")
     return {
         "Model": _model(contents),
+        "Parameters": _parameters(contents),
+        "Tokenizer": _tokenizer(contents),
         "Data": _source(contents),
         "Sequence length": _counted(contents.setting("training", "seq_len"), "token"),
-        "Global batch": _counted(contents.setting("training", "batch_size"), "sequence"),
+        "Global batch": _global_batch(contents),
         "Microbatch": _counted(plan.get("microbatch_size"), "sequence"),
         "Gradient accumulation": _counted(plan.get("num_microbatches"), "microbatch", "es"),
         "Steps": done if planned is None or done is None else f"{done} of {planned}",
@@ -104,12 +108,32 @@ def _facts(contents: RunContents) -> dict[str, object]:
 
 def _model(contents: RunContents) -> str | None:
     """Return the model, with what makes it another one than its name says."""
-    if contents.config is None:
+    if contents.run_config is None:
+        return (contents.config or {}).get("model")
+    return contents.run_config.model_in_words
+
+
+def _parameters(contents: RunContents) -> str | None:
+    """Return how many parameters the model has, and how many of them are trained if not all are."""
+    if contents.run_config is None:
         return None
-    try:
-        return RunConfig.from_mapping(contents.config).model_in_words
-    except ConfigError:  # the configuration of another version
-        return contents.config.get("model")
+    spec = contents.run_config.spec
+    whole = format_count(spec.num_parameters)
+    return f"{whole} ({spec.parameter_counts})" if spec.lora else whole
+
+
+def _tokenizer(contents: RunContents) -> str | None:
+    """Return the name of the tokenizer; None for batches that are tokens already."""
+    tokenizer = contents.setting("data", "tokenizer")
+    if tokenizer is None or contents.setting("data", "source") == DATALOADER:
+        return None
+    return Path(str(tokenizer)).name
+
+
+def _global_batch(contents: RunContents) -> str | None:
+    if contents.run_config is None:
+        return _counted(contents.setting("training", "batch_size"), "sequence")
+    return global_batch(contents.run_config, contents.data or {})
 
 
 def _counted(number: int | None, one: str, ending: str = "s") -> str | None:
@@ -145,7 +169,7 @@ def _source(contents: RunContents) -> str | None:
         return None
     sizes = [
         f"{format_count(data[key])} {what}"
-        for key, what in (("num_documents", "documents"), ("num_tokens", "tokens"))
+        for key, what in (("num_documents", data.get("unit", DOCUMENTS)), ("num_tokens", "tokens"))
         if key in data
     ]
     name = f"mixture of {', '.join(sorted(mixture))}" if mixture else Path(str(source)).name
@@ -158,7 +182,7 @@ def _data(contents: RunContents) -> list[tuple[str, object]]:
     if data is None:
         return []
     counts = {
-        "Documents": ("num_documents", "num_validation_documents"),
+        str(data.get("unit", DOCUMENTS)).capitalize(): ("num_documents", "num_validation_documents"),
         "Tokens": ("num_tokens", "num_validation_tokens"),
     }
     mixture = data.get("sources", ())
@@ -220,8 +244,14 @@ def _held_out_loss(contents: RunContents) -> Card:
             f"{_against(loss, entropy)} the byte-{name} entropy of {entropy:.3f}."
             for name, entropy in entropies
             if entropy is not None
-        ] or [_no_entropies(contents)]
-        lines.append(f"Mean over {format_count(training.eval_tokens)} held-out tokens.")
+        ]
+        if not lines and training.loss_unit == NEXT_TOKEN.unit:
+            lines.append(_no_entropies(contents))
+        lines.append(f"Mean over {format_count(training.eval_tokens)} held-out {training.counted}.")
+        lines += weights_of_named(training)
+        if training.eval_reward_accuracy is not None:
+            right = "the chosen answer has the higher reward" if training.counted == "pairs" else "the reward is right"
+            lines.append(f"In {training.eval_reward_accuracy:.1%} of them {right}.")
     if training is not None and training.ended_early:
         lines.append(f"Ended early: {training.ended_early}.")
     return Card("Held-out loss", None if loss is None else f"{loss:.4f}", contents.loss_unit, lines)
@@ -253,11 +283,8 @@ def _throughput(contents: RunContents) -> Card:
 
 def _disturbance(contents: RunContents) -> Iterator[str]:
     """Yield a sentence if other work had the cores while steps were timed: no rate is the machine's own then."""
-    if contents.benchmark is None:
-        return
-    share = contents.benchmark.waiting_share(str(contents.setting("launch", "device")))
-    if (shared := disturbance(share)) is not None:
-        yield f"In the timed steps, {shared}."
+    if contents.benchmark is not None and contents.benchmark.disturbance:
+        yield f"In the timed steps, {contents.benchmark.disturbance}."
 
 
 def _mfu(contents: RunContents) -> Card:
@@ -302,10 +329,15 @@ def _peak_memory(contents: RunContents) -> Card:
 
 
 def _panels(contents: RunContents) -> list[Panel]:
-    first, *others = panels_by_step(contents)
     of_a_step = [*memory_by_rank(contents), *step_breakdown(contents), *pipeline_timelines(contents)]
     evaluated = evaluation_panels(contents.scores)
-    return [first, *evaluated, memory_comparison_panel(contents), *of_a_step, *others]
+    return [
+        *panels_of_learning(contents),
+        *evaluated,
+        memory_comparison_panel(contents),
+        *of_a_step,
+        *panels_of_running(contents),
+    ]
 
 
 def _last(rows: pd.DataFrame, column: str) -> Any:

@@ -155,6 +155,13 @@ def _notes_on_runs(runs: Sequence[ComparedRun]) -> Iterator[str]:
     if untimed and len(untimed) < len(runs):
         yield f"Tokens/s come from timed steps, but from training steps for {', '.join(untimed)}."
     for run in runs:
+        timed = run.contents.benchmark
+        if timed is not None and run.was_disturbed:
+            yield (
+                f"{run.name} was timed on a shared machine: its threads waited for a core {timed.waiting_share:.0%} of "
+                "the time, so its speed may be another one on another day."
+            )
+    for run in runs:
         outcome = run.contents.outcome
         if outcome is None:
             yield f"{run.name} has not finished: no outcome yet."

@@ -95,8 +95,7 @@ def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     close = not_told_apart(timed)
     yield f"{fastest}: {rate:,.0f} tokens/s."
     if close:
-        these = "this is" if len(close) == 1 else "these are"
-        yield f"Within the noise of their steps, {these} as fast: {_listed(close)}."
+        yield f"Not told apart from it by their steps: {_listed(close)}."
     if apart := [name for name in slower if name not in close]:
         yield f"The next ({apart[0]}) reaches {timed[apart[0]].tokens_per_second / rate:.0%} of that."
         if len(apart) > 1:

@@ -57,7 +57,7 @@ def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
 
 
 def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
-    """Return the elements whose interquartile range overlaps that of the fastest, which is the first."""
+    """Return the elements that may be as fast as the fastest, which is the first."""
     fastest, *others = timed
     return [name for name in others if not timed[fastest].is_told_apart(timed[name])]
 
@@ -65,7 +65,9 @@ def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
 def _overlaps(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     if close := not_told_apart(timed):
         more = f"; and of {len(close) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
-        yield f"Its middle half overlaps that of: {'; '.join(close[:MOST_NAMED])}{more}. Time more steps to tell."
+        fastest = next(iter(timed.values()))
+        yield f"Not told apart from: {'; '.join(close[:MOST_NAMED])}{more}."
+        yield from dict.fromkeys(f"Because {fastest.why_not_told_apart(timed[name])}." for name in close[:MOST_NAMED])
 
 
 def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import shutil
 import socket
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from llama_core.chain import announcements, prepare, runs, steps
+from llama_core.chain.batch import batch_line
 from llama_core.chain.chain import run_chain
 from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
@@ -37,7 +39,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.settings_changes import SettingsChange, first_values, newest_values, read_settings_changes
-from llama_core.units import GIB
+from llama_core.units import GIB, format_count
 from training_infra import cli
 from training_infra.local import local_steps
 
@@ -672,6 +674,26 @@ def test_the_data_is_described_before_anything_runs(tmp_path):
         f"{numbers['num_tokens']} tokens"
     )
     assert note.startswith("tokenizer 'bytes' reads <|begin_of_text|>")
+
+
+def test_the_model_is_told_with_its_size_and_tokenizer_and_the_batch_with_its_steps(tmp_path):
+    run = prepare_run(RunConfig.from_mapping(chats(tmp_path, CHAT, [*CHAT, *CHAT])))
+    with say.console.capture() as told:
+        announcements.say_model(run)
+        announcements.say_batch(run)
+    model, batch = told.get().splitlines()
+    config = load_config(run)
+    size = format_count(sum(math.prod(shape) for shape in config.spec.parameter_shapes.values()))
+    assert model == f"model     {config.model}: {size} parameters; tokenizer: bytes"
+    assert batch == f"batch     {batch_line(config, read_json(run.data))}"
+    run.config.write_text(config.with_overrides("data.source=dataloader").to_yaml())
+    run.data.unlink()
+    with say.console.capture() as told:
+        announcements.say_model(run)
+        announcements.say_batch(run)
+    model, batch = told.get().splitlines()
+    assert model == f"model     {config.model}: {size} parameters", "its batches are tokens already"
+    assert batch == f"batch     {batch_line(config, {})}"
 
 
 def test_data_tokenised_in_the_job_is_described_by_its_first_records(tmp_path):

@@ -17,7 +17,7 @@ from llama_core.data.packing import PackedPairs
 from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX
-from llama_core.objectives.preferences import DPO, SIMPO
+from llama_core.objectives.preferences import DPO, KTO, SIMPO
 
 SPEC = replace(model_spec("tiny_llama3_50m"), vocab_size=300)
 SEQ_LEN = 256
@@ -309,6 +309,15 @@ def test_long_pairs_are_truncated_and_those_without_an_answer_left_out_and_both_
     assert (statistics.num_truncated, statistics.num_left_out) == (5, 3)
     assert any("5 of the pairs to train on are longer than training.seq_len=256" in note for note in statistics.notes)
     assert len(pairs_in(datasets)) == 7
+
+
+def test_the_data_are_told_in_pairs_and_not_in_the_documents_or_conversations_that_they_are_made_of(tmp_path):
+    of_messages = load(tmp_path, write(tmp_path / "a.jsonl", map(answered, NUMBERS))).statistics
+    assert of_messages.unit == "pairs"
+    assert of_messages.summary().startswith("30 pairs to train on, none held out; 30 pairs (0 multi-turn, ")
+    source = write(tmp_path / "b.jsonl", [{"prompt": f"{n}?", "completion": "!", "label": n > 4} for n in range(9)])
+    told = load(tmp_path, source, objective=KTO).statistics.summary()
+    assert told.startswith("9 labelled answers to train on, none held out; 9 labelled answers (0 multi-turn, ")
 
 
 def test_every_pair_is_in_one_row_and_its_reference_at_the_first_token_of_each_answer(tmp_path):

@@ -84,15 +84,16 @@ def test_losses_and_gradients_are_those_of_the_formula(name):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_rewards_are_those_of_the_pairs_and_an_evaluation_leaves_them_alone():
+def test_rewards_are_those_of_the_pairs_also_in_an_evaluation():
     batch, hidden, weight = problem()
     objective = objective_of("dpo")
     for piece, own in zip(batch.split(1), hidden.detach().chunk(3), strict=True):
         objective.loss(HeadInputs(own, weight), piece)
-    with torch.no_grad():
-        objective.loss(HeadInputs(hidden, weight), batch)
     record = objective.of_step(objective.take_measured().tolist())
     assert objective.take_measured() is None
+    with torch.no_grad():
+        objective.loss(HeadInputs(hidden, weight), batch)
+    assert objective.of_step(objective.take_measured().tolist()) == pytest.approx(record, rel=1e-12)
     rewards = torch.tensor(
         [
             [BETA * (float(summed.detach()) - reference) for summed, _, reference in pair]

@@ -96,7 +96,36 @@ def test_timed_steps_that_overlap_have_no_winner(tmp_path):
         seconds = [factor * value for value in timed["step_seconds"]]
         rate = timed["tokens_per_second"] / factor
         write_json(paths[1] / "benchmark.json", timed | {"step_seconds": seconds, "tokens_per_second": rate})
-        assert measures(paths)["tokens/s"].winner == winner
+        found = measures(paths)["tokens/s"]
+        assert found.winner == winner
+        assert found.cells()[1].endswith("(+100.0%)" if winner else "(within the noise)")
+        slower_last = measures(paths[::-1])["tokens/s"].cells()[1]
+        assert slower_last.endswith("(-50.0%)" if winner else "(within the noise)")
+
+
+def test_a_speed_of_a_shared_machine_is_no_better_and_a_note_says_so(tmp_path):
+    paths = [write(tmp_path / "a"), write(tmp_path / "b", rate=2)]
+    assert measures(paths)["cost"].cells()[1].endswith("(-50.0%)")
+    timed = read_json(paths[1] / "benchmark.json")
+    faster = {
+        "step_seconds": [0.4 * value for value in timed["step_seconds"]],
+        "waiting_threads": 0.9,
+        "num_threads": 2,
+    }
+    write_json(paths[1] / "benchmark.json", timed | faster | {"tokens_per_second": timed["tokens_per_second"] / 0.4})
+    compared = compare_runs(paths)
+    for name in ("tokens/s", "device hours", "cost", "cost of 1B tokens"):
+        (measure,) = [one for one in compared.measures if one.name == name]
+        assert measure.winner is None
+        assert measure.cells()[1].endswith("(within the noise)")
+    assert any("b was timed on a shared machine" in note and "45% of the time" in note for note in compared.notes)
+
+
+def test_runs_without_timed_steps_are_compared_by_the_spread_of_their_training_steps(tmp_path):
+    paths = [write(tmp_path / str(rate), rate=rate, timed=False) for rate in (1.0, 1.02, 3.0)]
+    cells = measures(paths)["tokens/s"].cells()
+    assert cells[1].endswith("(within the noise)")
+    assert cells[2].endswith("(+200.0%)")
 
 
 @pytest.mark.parametrize(("noise", "winner"), [(0.001, 0), (0.1, None)])

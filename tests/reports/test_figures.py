@@ -30,6 +30,8 @@ def steps():
         reward_rejected=lambda table: -0.2 * table["step"],
         reward_margin=lambda table: 0.3 * table["step"],
         reward_accuracy=lambda table: 1 - 0.5 / table["step"],
+        eval_reward_margin=lambda table: 0.2 * table["step"],
+        eval_reward_accuracy=lambda table: 1 - 0.7 / table["step"],
         kl=lambda table: -0.4 * table["step"],
     )
 
@@ -63,6 +65,8 @@ def rows(figure):
                 "rejected": "reward_rejected",
                 "margin": "reward_margin",
                 "accuracy": "reward_accuracy",
+                "held-out margin": "eval_reward_margin",
+                "held-out accuracy": "eval_reward_accuracy",
                 "KL from the reference": "kl",
             },
         ),
@@ -183,7 +187,7 @@ def test_every_figure_of_a_page_names_its_axes(run):
     contents = RunContents.read(run)
     for panel in page._panels(contents):
         assert list(panel.figure.select_xaxes())[-1].title.text, panel.title
-    for panel in by_step.panels_by_step(contents):
+    for panel in (*by_step.panels_of_learning(contents), *by_step.panels_of_running(contents)):
         assert all(axis.title.text for axis in panel.figure.select_yaxes()), panel.title
     assert memory_comparison(ESTIMATE, None, None).layout.xaxis.title.text == "peak memory per rank (GiB)"
 

@@ -19,9 +19,11 @@ from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.activity import Activity, append_activities
 from llama_core.records.data_changes import DataChange, record_data_change
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import write_json
+from llama_core.records.files import read_json, write_json
+from llama_core.records.held_out import HeldOutRows
 from llama_core.units import GIB, MIB, format_bytes
-from training_reports.by_step import panels_by_step
+from training_reports import page as page_of_run
+from training_reports.by_step import panels_of_learning
 from training_reports.contents import RunContents
 from training_reports.page import write_report
 from training_reports.peak_memory import memory_comparison_panel
@@ -186,6 +188,34 @@ def test_a_run_on_pairs_of_answers_shows_their_rewards(run, tmp_path):
     assert "KL" not in captions
 
 
+@pytest.mark.parametrize(
+    ("objective", "unit", "told"),
+    [
+        ("dpo", "nats/pair", "Mean over 12 held-out pairs. In 75.0% of them the chosen answer has the higher reward."),
+        ("kto", "utility/answer", "Mean over 12 held-out answers. In 75.0% of them the reward is right."),
+        ("orpo", "nats/pair", "Mean over 12 held-out pairs. In 75.0% of them the chosen answer has the higher reward."),
+    ],
+)
+def test_a_run_on_answers_is_told_in_answers_first_of_all(tmp_path, objective, unit, told):
+    values = {"reward_margin": 1.5, "reward_accuracy": 0.9, "eval_reward_margin": 0.5, "eval_reward_accuracy": 0.75}
+    run = write_run(tmp_path / "run", records=[replace(record, **values) for record in step_records()])
+    run.config.write_text(run.config.read_text().replace("objective: next_token", f"objective: {objective}"))
+    summary = replace(SUMMARY, unigram_entropy=None, bigram_entropy=None, loss_unit=unit, eval_tokens=12)
+    write_json(run.training, replace(summary, eval_reward_margin=0.5, eval_reward_accuracy=0.75))
+    words = {"pair": "pairs", "answer": "labelled answers"}[unit.partition("/")[2]]
+    write_json(run.data, read_json(run.data) | {"unit": words, "num_sequences": 48})
+    page = report(run)
+    assert told in page.text
+    assert "entropies" not in page.text
+    assert f"Data sample, 120 {words}, 65.00K tokens" in page.text
+    assert f"Global batch 8 sequences, about 20 {words}" in page.text
+    assert f"{words.capitalize()} 120 to train on, 7 held out" in page.text
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "at step 40, the margin was 0.5 and the accuracy 75.0%" in captions
+    titles = [panel.title for panel in page_of_run._panels(RunContents.read(run))]
+    assert titles[:2] == ["Loss", "Rewards of the answers"]
+
+
 def test_a_run_with_a_reference_shows_how_far_the_model_is_from_it(run, tmp_path):
     values = {"reward_margin": 1.5, "reward_accuracy": 0.75, "kl": -2.5}
     page = report(write_run(tmp_path / "pairs", records=[replace(record, **values) for record in step_records()]))
@@ -285,6 +315,8 @@ def test_a_page_warns_that_the_base_weights_are_random(run):
 def test_the_page_begins_with_data_batch_and_commit(run):
     header = report(run).text.partition("Held-out loss")[0]
     for fact in (
+        "Parameters 50.14M",
+        "Tokenizer bytes",
         "Data sample, 120 documents, 65.00K tokens",
         "Sequence length 2048 tokens",
         "Global batch 8 sequences",
@@ -470,8 +502,12 @@ def test_stages_and_other_data_are_lines_in_the_figures_of_losses_and_sentences_
     }
     run.config.write_text(RunConfig.from_mapping(config).to_yaml())
     record_data_change(run, DataChange(176, {"code": 44}, new=("wiki",), step=22))
-    loss, *others = panels_by_step(RunContents.read(run))
-    (named,) = [panel for panel in others if panel.title == "Held-out loss by name"]
+    named_rows = {"code": HeldOutRows.of([6.0] * 3, [3] * 3), "wiki": HeldOutRows.of([1.0], [3])}
+    write_json(run.training, replace(SUMMARY, named_eval_rows=named_rows))
+    loss, named = panels_of_learning(RunContents.read(run))
+    weighs = "Names weigh in the held-out loss as they have held-out tokens, whatever their shares in training: "
+    assert named.notes == [f"{weighs}code 75.0%, wiki 25.0%."]
+    assert f"{weighs}code 75.0%, wiki 25.0%." in report(run).text.partition("Throughput")[0], "on the card too"
     for panel in (loss, named):
         lines = {one.text: line.x0 for one, line in zip(panel.figure.layout.annotations, vertical(panel), strict=True)}
         assert lines == {"stage 2": 10, "other data": 22}

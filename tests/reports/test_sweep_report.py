@@ -15,7 +15,7 @@ from synthetic_sweep import (
 
 from llama_core.errors import RunDirectoryError
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.files import read_json
+from llama_core.records.files import read_json, write_json
 from llama_core.sweep.best import best_lines
 from llama_core.sweep.comparison import Comparison, ComparisonRow
 from llama_core.sweep.directory import SweepDirectory, read_record, write_record
@@ -179,9 +179,19 @@ def test_the_header_counts_the_timed_elements(page):
 def test_elements_closer_than_their_spread_are_ranked_with_a_warning(tmp_path):
     sweep = write_sweep(tmp_path / "close", 2, failed=0, waiting=0, skipped=0)
     fast, slow = (sweep.run(f"microbatch_size=1,recompute={how}") for how in ("selective", "none"))
-    assert "overlaps" not in write_report(sweep).read_text()
+    assert "Not told apart" not in write_report(sweep).read_text()
     slow.benchmark.write_text(fast.benchmark.read_text())
-    assert "Its middle half overlaps that of" in text_of(write_report(sweep).read_text(), "Fastest")
+    told = text_of(write_report(sweep).read_text(), "Fastest")
+    assert "Not told apart from: " in told
+    assert "Because the middle halves of their steps overlap." in told
+
+
+def test_elements_timed_on_a_shared_machine_are_ranked_with_a_warning(tmp_path):
+    sweep = write_sweep(tmp_path / "shared", 2, failed=0, waiting=0, skipped=0)
+    slow = sweep.run("microbatch_size=1,recompute=none")
+    write_json(slow.benchmark, read_json(slow.benchmark) | {"waiting_threads": 1.5, "num_threads": 2})
+    told = text_of(write_report(sweep).read_text(), "Fastest")
+    assert "Because the machine was shared: threads waited for a core 75% of the time." in told
 
 
 def test_a_sweep_without_timed_elements_has_a_page(tmp_path):

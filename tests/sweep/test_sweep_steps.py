@@ -211,21 +211,37 @@ def test_a_machine_without_slurm_is_refused_before_anything_is_submitted(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("seconds", "noise"), [((4.0, 4.0, 4.0), ""), ((4.0, 4.0, 5.1), ", within the noise of their steps")]
+    ("seconds", "waiting", "ahead"),
+    [
+        ((4.0, 4.0, 4.0), None, "4.2% more than the next (microbatch size 2)"),
+        ((4.0, 4.0, 4.0), 0.15, "4.2% more than the next (microbatch size 2)"),
+        (
+            (4.0, 4.0, 5.1),
+            None,
+            "not told apart from the next (microbatch size 2): the middle halves of their steps overlap",
+        ),
+        (
+            (4.0, 4.0, 4.0),
+            0.5,
+            "not told apart from the next (microbatch size 2): the machine was shared: threads waited for a core 25% "
+            "of the time",
+        ),
+    ],
 )
-def test_the_fastest_element_is_named_at_the_end_with_how_far_ahead_it_is(seconds, noise, capsys):
-    """In tokens per second: 20 against 19.2 and 10."""
+def test_the_fastest_element_is_named_at_the_end_with_how_far_ahead_it_is(seconds, waiting, ahead, capsys):
+    """In tokens per second: 20 against 19.2 and 10; the threads of a rank are two."""
     grid = {"parallel.microbatch_size": [1, 2, 4]}
     sweep = sweeps.prepare(config(grid, launch={"launcher": "slurm"}))
     for run, times in zip(list(unfinished(sweep)), [(8.0,), (4.0 * 25 / 24,) * 3, seconds], strict=True):
         end(run)
-        timed = BenchmarkRecord("cpu", 0, times, times[0], 0.0, 80, 80 / times[0], None, 0)
+        timed = BenchmarkRecord(
+            "cpu", 0, times, times[0], 0.0, 80, 80 / times[0], None, 0, num_threads=2, waiting_threads=waiting
+        )
         write_json(run.benchmark, timed)
     capsys.readouterr()
     sweeps.follow(sweep, [])
     assert capsys.readouterr().out == (
-        f"best      microbatch size 4: 20 tokens/s, 4.2% more than the next (microbatch size 2){noise}; "
-        "3 elements timed\n"
+        f"best      microbatch size 4: 20 tokens/s, {ahead}; 3 elements timed\n"
         "next      The best microbatch size, 4, is the largest in the grid: try 8.\n"
     )
 

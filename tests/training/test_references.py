@@ -122,6 +122,29 @@ def test_the_first_step_has_the_loss_of_a_coin_and_later_ones_prefer_the_chosen_
     assert summary.loss_unit == "nats/pair"
 
 
+def test_held_out_pairs_have_a_margin_and_an_accuracy_of_their_own(tmp_path, source):
+    trainer = trainer_of(tmp_path, source)
+    summary = trainer.fit()
+    assert [value is not None for value in column(trainer, "eval_reward_margin")] == [False, True, False, True]
+    rows = trainer.references.rows["held-out/"]
+    (batch,) = validation_batches(rows, len(rows), 8)
+    trainer.engine.model.eval()
+    of_answers = trainer.engine.log_probabilities_of_answers([batch])
+    margins = []
+    for row, place in (batch.per_token["answer"] < 0).nonzero().tolist():
+        number = -int(batch.per_token["answer"][row, place])
+        gain = 0.1 * (float(of_answers[row, number]) - float(batch.per_token["reference"][row, place]))
+        if number % 2:
+            margins.append(gain)
+        else:
+            margins[-1] -= gain
+    assert len(margins) == summary.eval_tokens > 1
+    assert summary.eval_reward_margin == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    assert summary.eval_reward_accuracy == sum(margin > 0 for margin in margins) / len(margins)
+    assert column(trainer, "eval_reward_margin")[-1] == summary.eval_reward_margin
+    assert f"accuracy {summary.eval_reward_accuracy:.1%} over {len(margins)} pairs" in summary.summary()
+
+
 def test_a_stopped_run_goes_on_bit_for_bit_with_the_reference_of_its_beginning(tmp_path, source):
     undisturbed = trainer_of(tmp_path, source, "whole")
     undisturbed.fit()

@@ -488,7 +488,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
-    expected = "run validate data plan estimate dry-run submit train benchmark goodput metrics report"
+    expected = "run model validate data batch plan estimate dry-run submit train benchmark goodput metrics report"
     assert " ".join(dict.fromkeys(names)) == expected
     run = only_run(shell.path)
     *_, metrics, report = ended.stdout.splitlines()
