@@ -1,16 +1,18 @@
 """What the chain says about a run: each function prints its lines from the run's records, or returns one."""
 
 from contextlib import suppress
+from pathlib import Path
 
 from llama_core.chain.console import say
 from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
 from llama_core.chain.steps import estimate
-from llama_core.config.run import RANDOM_BASE
+from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import SAMPLE
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
+from llama_core.models.pretrained import origin_of
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
@@ -80,11 +82,19 @@ def say_weights(run: RunDirectory) -> None:
     if config.has_random_base:
         say("weights", RANDOM_BASE)
     elif config.training.init_from is not None:
-        say("weights", f"of {config.training.init_from}")
+        say("weights", f"of {config.training.init_from}{_continued_as(config)}")
     if config.spec.lora:
         say("weights", config.spec.parameter_counts)
     for key, value in config.fine_tuning_defaults.items():
         say("default", f"training.{key}={value:g} (fine-tuning)")
+
+
+def _continued_as(config: RunConfig) -> str:
+    """Return what initial weights with adapters mean for a run, for the end of a line; empty if it trains none."""
+    if config.spec.lora is None or config.training.init_from is None:
+        return ""
+    adapters = origin_of(Path(config.training.init_from)).adapters
+    return "" if adapters is None else f", whose adapters are trained on (strategy={config.strategy})"
 
 
 def say_data(run: RunDirectory) -> None:

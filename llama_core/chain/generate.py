@@ -167,12 +167,11 @@ def find_model(source: Path, step: int | Best | None, tell: Callable[[str], None
     refuse_damaged_base(source)
     if is_checkpoint(source):
         return source, saved_run(source)
-    adapters = origin_of(source).adapters
+    origin_of(source)  # refuses adapters without their base
     if not settings_of_weights(str(source)):
         problem = "holds no model" if source.is_dir() else "is no folder here"
         raise WeightsError(f"{source} {problem}; name a run's directory, or a folder of Hugging Face or PEFT")
-    strategy = "standard" if adapters is None else "lora"
-    return source, RunConfig.from_mapping({"strategy": strategy, "training": {"init_from": str(source)}})
+    return source, RunConfig.from_mapping({"training": {"init_from": str(source)}})
 
 
 def tokenizer_of(source: Path, config: RunConfig, asked: str | None) -> str:
