@@ -1,10 +1,11 @@
 """What the chain says about a run: each function prints its lines from the run's records, or returns one."""
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from llama_core.chain.console import say
-from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
+from llama_core.chain.runs import continuing, is_finished, load_config, load_plan, step_to_continue
 from llama_core.chain.steps import estimate
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import SAMPLE
@@ -13,7 +14,6 @@ from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
-from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
@@ -24,13 +24,21 @@ from llama_core.training.rates import learning_rate
 
 
 def describe(run: RunDirectory) -> str:
-    """Return the run's path, and whether it is new, continued, finished or already running."""
+    """Return the run's path, and whether it is new, continued, finished or already running.
+
+    Raises:
+        CheckpointError: if it has checkpoints, but the ranks on this machine could read none.
+    """
     if not any(path.exists() for path in (run.job, run.outcome, run.heartbeat)):
         return f"{run.path}, new"
     job = attach(run)
     if job is not None:
         return f"{run.path}: job {job.record.job_id} is already running; following it"
-    return f"{run.path}: {'already finished' if is_finished(run) else resume_point(run)}"
+    if is_finished(run):
+        return f"{run.path}: already finished"
+    step = step_to_continue(run, partial(say, "warning"))
+    unread = "" if step == 0 or load_config(run).launch.is_here else ", if the ranks find that checkpoint intact"
+    return f"{run.path}: {continuing(step)}{unread}"
 
 
 def asked_memory(run: RunDirectory) -> str:
@@ -127,7 +135,7 @@ def say_extension(run: RunDirectory) -> None:
     total = training.steps
     if newest is None or total is None or total == newest.total_steps:
         return
-    step = newest_step(run)
+    step = step_to_continue(run, lambda line: None)
     after = f"{learning_rate(step + 1, training, total):.2e} at step {step + 1}"
     change = after
     if step:

@@ -1,7 +1,7 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -19,11 +19,11 @@ from llama_core.config.recorded import (
 )
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataSource
-from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import newest_step
+from llama_core.records.checkpoints import checkpoint_step, newest_intact_checkpoint, newest_step
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import read_typed
@@ -63,8 +63,36 @@ def resume_command(run: RunDirectory, source: DataSource | None) -> str:
 
 def resume_point(run: RunDirectory) -> str:
     """Return where ``run`` goes on when it is resumed, as the end of a sentence about it."""
-    step = newest_step(run)
+    return continuing(newest_step(run))
+
+
+def continuing(step: int) -> str:
+    """Return where a run with a newest checkpoint of ``step`` goes on, as the end of a sentence about it."""
     return f"continues after step {step}" if step else "starts over, since there is no checkpoint yet"
+
+
+def step_to_continue(run: RunDirectory, tell: Callable[[str], None]) -> int:
+    """Return the step after which ``run`` goes on; 0 if it has no checkpoint.
+
+    If its ranks run on this machine, the newest checkpoint is read here, all of it, as they will do. Ranks elsewhere
+    read it side by side; until then only the sizes of its files are known.
+
+    Args:
+        run: the run.
+        tell: called with a line about each later checkpoint that is damaged.
+
+    Raises:
+        CheckpointError: if there are checkpoints, but all are damaged.
+    """
+    config = load_config(run)
+    if not config.launch.is_here:
+        return newest_step(run)
+    try:
+        intact = newest_intact_checkpoint(run, tell)
+    except CheckpointError as error:
+        again = resume_command(run, config.data.source)
+        raise CheckpointError(f"{error}, or move them away to start over, and continue with: {again}") from None
+    return checkpoint_step(intact) if intact else 0
 
 
 def is_finished(run: RunDirectory) -> bool:

@@ -21,6 +21,7 @@ from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.recorded import refuse_edited
 from llama_core.config.run import RunConfig
 from llama_core.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     EnvironmentMismatchError,
@@ -559,6 +560,54 @@ def test_a_run_says_where_it_goes_on(tmp_path):
     assert announcements.describe(run) == f"{run.path}: starts over, since there is no checkpoint yet"
     save_checkpoint(run, 7)
     assert announcements.describe(run) == f"{run.path}: continues after step 7"
+
+
+def checkpoints_of(run, *steps):
+    """Write checkpoints with checksums, and return the file of weights in each."""
+    write_json(run.job, JobRecord("local", "999999999", socket.gethostname(), "2026-01-01T00:00:00+00:00"))
+    written = []
+    for step in steps:
+        save_checkpoint(run, step)
+        written.append(run.checkpoints / checkpoint_name(step) / "__0_0.distcp")
+        written[-1].write_bytes(b"weights")
+        write_json(written[-1].with_name(STATE), {"step": step})
+        write_manifest(written[-1].parent, {})
+    return written
+
+
+DAMAGES = {
+    "another byte": lambda file: file.write_bytes(b"weighty"),
+    "a byte less": lambda file: file.write_bytes(b"weight"),
+    "gone": lambda file: file.unlink(),
+    "no counters": lambda file: file.with_name(STATE).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_run_goes_on_after_its_newest_intact_checkpoint_and_says_so(tmp_path, capsys, damage):
+    run = prepare_run(config(), tmp_path / "run")
+    *_, newest = checkpoints_of(run, 3, 7, 11)
+    damage(newest)
+    capsys.readouterr()
+    assert announcements.describe(run) == f"{run.path}: continues after step 7"
+    assert re.fullmatch(r"warning +checkpoint step-00000011 is damaged \(.*\); .*\n", capsys.readouterr().out)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_the_way_to_start_over(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    for file in checkpoints_of(run, 3, 7):
+        DAMAGES["another byte"](file)
+    with pytest.raises(CheckpointError, match=r"none of the 2 .* or move them away to start over, and .*--resume$"):
+        announcements.describe(run)
+
+
+def test_a_checkpoint_that_only_the_ranks_will_read_is_not_said_to_be_intact(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    (file,) = checkpoints_of(run, 3)
+    run.config.write_text(load_config(run).with_overrides("launch.launcher=slurm").to_yaml())
+    file.write_bytes(b"weighty")
+    where_it_goes_on = f"{run.path}: continues after step 3, if the ranks find that checkpoint intact"
+    assert announcements.describe(run) == where_it_goes_on
 
 
 def test_a_run_that_only_timed_steps_is_not_finished():
