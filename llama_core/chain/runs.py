@@ -21,13 +21,20 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataSource
 from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach
-from llama_core.launch.outcome import read_outcome
+from llama_core.launch.outcome import concluded, read_outcome
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import checkpoint_step, newest_intact_checkpoint, newest_step
+from llama_core.records.checkpoints import (
+    checkpoint_step,
+    list_checkpoints,
+    newest_intact_checkpoint,
+    newest_step,
+)
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import read_typed
+from llama_core.records.job import JobRecord
 from llama_core.records.owners import other_owner, refuse_foreign
+from llama_core.redaction import shell_word
 
 RUNS = Path("runs")
 _MOST_NAMED = 3
@@ -127,6 +134,8 @@ def existing_run(
     if run_dir is None:
         return _newest_to_continue(config) if resume else None
     run = RunDirectory(run_dir)
+    if run.config.exists():
+        refuse_foreign(run, "continue it")
     if _never_began(run):
         return None
     if not run.config.exists():
@@ -137,7 +146,6 @@ def existing_run(
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
         return None
-    refuse_foreign(run, "continue it")
     recorded = load_config(run)
     trained = trained_settings(run)
     may_change_data = allow_data_change or _keeps_changed_data(run, recorded, config)
@@ -151,8 +159,19 @@ def existing_run(
     elif (trained or recorded).training.steps != config.training.steps:  # by hand, in config.yaml
         _refuse_fewer_steps(run, config.training.steps)
     if not resume:
-        raise RunDirectoryError(f"{run_dir} already holds this run; add --resume to continue it")
+        _refuse_second_start(run)
     return run
+
+
+def _refuse_second_start(run: RunDirectory) -> NoReturn:
+    job = attach(run)
+    if job is None:
+        raise RunDirectoryError(f"{run.path} already holds this run; add --resume to continue it")
+    path = shell_word(run.path)
+    raise RunDirectoryError(
+        f"{run.path} already holds this run, and its job is running ({job.kind} {job.record.job_id}); follow it with: "
+        f"training-infra logs {path} --follow, or stop it first with: training-infra cancel {path}"
+    )
 
 
 def _keeps_changed_data(run: RunDirectory, recorded: RunConfig, config: RunConfig) -> bool:
@@ -281,5 +300,9 @@ def _newest_first(config: RunConfig) -> Iterator[tuple[RunDirectory, dict[str, s
 
 
 def _never_began(run: RunDirectory) -> bool:
-    """Return whether the run was refused before its first step, so that its directory may be reused."""
-    return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.heartbeat.exists()
+    """Return whether the run was refused or cancelled before its first step, so that its directory may be reused."""
+    if run.heartbeat.exists() or not run.outcome.exists() or list_checkpoints(run):
+        return False
+    if run.job.exists() and concluded(run, read_typed(run.job, JobRecord)) is None:  # it has been started again
+        return False
+    return read_outcome(run).status in {"bad-config", "cancelled"}

@@ -27,9 +27,11 @@ from llama_core.errors import (
     EnvironmentMismatchError,
     PlanError,
     RunDirectoryError,
+    StoppedError,
     TrainingFailedError,
     WeightsError,
 )
+from llama_core.launch.jobs.local import LocalJobHandle
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.checks import check_settings
 from llama_core.machine.validate import EnvironmentReport
@@ -694,6 +696,48 @@ def test_a_run_finds_its_data_from_any_directory(tmp_path):
     run = prepare_run(asked)
     assert RunConfig.load(run.config).data.source == str(tmp_path / "texts.jsonl")
     assert prepare_run(asked, resume=True) == run
+
+
+def interrupt(run):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["validate", "rehearse", "submit"])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_after_an_interrupt_before_the_job_its_directory_takes_the_same_command_or_another(tmp_path, step, seed):
+    chain = replace(local_steps(config(), tmp_path / "run", resume=False), **{step: interrupt})
+    with pytest.raises(StoppedError, match="the same command starts it"):
+        run_chain(chain)
+    assert load_config(prepare_run(config(seed=seed), tmp_path / "run")).training.seed == seed
+
+
+def test_a_run_with_checkpoints_keeps_its_records_when_it_is_interrupted_before_its_job(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    checkpoints_of(run, 3)
+    chain = replace(local_steps(config(), run.path, resume=True), rehearse=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_chain(chain)
+    with pytest.raises(RunDirectoryError, match="add --resume to continue it"):
+        prepare_run(config(), run.path)
+
+
+def test_a_run_that_was_cancelled_before_its_first_step_may_be_started_again(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    finish(run, "cancelled")
+    assert prepare_run(config(), run.path) == run
+    save_checkpoint(run, 3)
+    with pytest.raises(RunDirectoryError, match="add --resume to continue it"):
+        prepare_run(config(), run.path)
+
+
+def test_a_run_whose_job_is_running_says_how_to_follow_or_stop_it(tmp_path, monkeypatch):
+    run = prepare_run(config(), tmp_path / "a run")
+    record = JobRecord("local", "4711", socket.gethostname(), "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr(runs, "attach", lambda run: LocalJobHandle(run, record))
+    with pytest.raises(RunDirectoryError) as refusal:
+        prepare_run(config(), run.path)
+    assert "its job is running (process 4711); follow it with: training-infra logs '" in str(refusal.value)
+    assert "--resume" not in str(refusal.value)
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_path):
