@@ -64,8 +64,8 @@ def run_chain(steps: Steps) -> RunDirectory:
     """Prepare, validate, estimate, rehearse, submit, train, evaluate, benchmark and report a run, with a line for each.
 
     From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. If both the
-    run and the report fail, the run's error is raised. The directory of a run that is interrupted before it began may be
-    used again.
+    run and the report fail, the run's error is raised. A new run that is interrupted before that leaves its directory
+    free.
 
     Raises:
         TrainingInfraError: if a step fails.

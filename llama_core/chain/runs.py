@@ -134,8 +134,6 @@ def existing_run(
     if run_dir is None:
         return _newest_to_continue(config) if resume else None
     run = RunDirectory(run_dir)
-    if run.config.exists():
-        refuse_foreign(run, "continue it")
     if _never_began(run):
         return None
     if not run.config.exists():
@@ -146,6 +144,7 @@ def existing_run(
         if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
             raise RunDirectoryError(f"{run_dir} holds files that are not a run; choose another --run-dir")
         return None
+    refuse_foreign(run, "continue it")
     recorded = load_config(run)
     trained = trained_settings(run)
     may_change_data = allow_data_change or _keeps_changed_data(run, recorded, config)
@@ -300,8 +299,8 @@ def _newest_first(config: RunConfig) -> Iterator[tuple[RunDirectory, dict[str, s
 
 
 def _never_began(run: RunDirectory) -> bool:
-    """Return whether the run was refused or cancelled before its first step, so that its directory may be reused."""
-    if run.heartbeat.exists() or not run.outcome.exists() or list_checkpoints(run):
+    """Return whether a run of ours was refused or cancelled before its first step: its directory may be reused."""
+    if run.heartbeat.exists() or not run.outcome.exists() or list_checkpoints(run) or other_owner(run) is not None:
         return False
     if run.job.exists() and concluded(run, read_typed(run.job, JobRecord)) is None:  # it has been started again
         return False
