@@ -197,10 +197,6 @@ SourceName = Annotated[str, AfterValidator(_name_of_a_metric)]
 """The name of a source in a mixture, and of its held-out loss."""
 
 
-def _whole_number(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 class MixedSource(Section):
     """A source of a mixture."""
 
@@ -216,7 +212,7 @@ class MixedSource(Section):
 class DataStage(Section):
     """A stage of a run on a mixture: other weights, or sequences of another length, from some tokens on."""
 
-    from_tokens: Annotated[int, BeforeValidator(_whole_number)] = Field(gt=0)
+    from_tokens: int = Field(gt=0)
     """Tokens of the run after which it begins; within a step, it begins after that step."""
     weights: dict[SourceName, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weights in place of those of the same sources in `data.sources`; 0: the stage does not read it."""
@@ -336,7 +332,7 @@ class DataConfig(Section):
 class BatchRampStep(Section):
     """Another size of the global batch, from some tokens on."""
 
-    from_tokens: Annotated[int, BeforeValidator(_whole_number)] = Field(gt=0)
+    from_tokens: int = Field(gt=0)
     """Tokens of the run after which steps have it; within a step, after that step."""
     batch_size: int = Field(ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step in place of `training.batch_size`."""
@@ -447,9 +443,7 @@ class TrainingConfig(Section):
     keep_best: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
     """Checkpoints with the lowest held-out loss that are kept; above 0, every checkpoint's step is evaluated, except
     that of a run that is asked to stop, which is none of the best."""
-    keep_every_tokens: Annotated[int, BeforeValidator(_whole_number), Key(on_resume="allow", changes="nothing")] = (
-        Field(0, ge=0)
-    )
+    keep_every_tokens: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
     """Keep the first checkpoint at or after each multiple of this many tokens for good; 0: none for that."""
     keep_best_by: Annotated[str, Key(on_resume="allow", changes="nothing")] = UNNAMED
     """Name of the held-out loss that says which checkpoint is best, as in `data.validation` or, without it,

@@ -438,6 +438,10 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["error: argument --step: 'bst' is neither a step nor"],
         ),
         (["decay", "nowhere", "--steps", "5", "--out", "there"], ["error: nowhere holds no run"]),
+        (
+            ["generate", "nowhere", "--prompt", "a", "--max-new-tokens", "1.5"],
+            ["error: argument --max-new-tokens: '1.5' is not a whole number, such as 4096, 128k or 1e6"],
+        ),
         (["export-hf", "nowhere"], ["error: the following arguments are required: --out"]),
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
@@ -470,6 +474,16 @@ def test_the_process_of_a_wrong_request_exits_with_its_code_and_with_debug_shows
     ended = process("train", "--model", "lama3_8b")
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
     assert "Traceback" in process("train", "--model", "lama3_8b", "--debug").stderr
+
+
+def test_a_suffix_of_a_count_is_explained_where_it_is_used(shell):
+    ended = shell("estimate-memory", "--model", "tiny_llama3_50m", "--seq-len", "1k", "--set", "training.steps=3Ki")
+    assert ended.returncode == 0, ended.stderr
+    assert "sequence length 1000\n" in ended.stdout
+    assert ended.stderr.splitlines() == [
+        "note: training.seq_len=1k is 1,000; k is 1,000 and Ki is 1,024",
+        "note: training.steps=3Ki is 3,072; k is 1,000 and Ki is 1,024",
+    ]
 
 
 def test_the_package_is_the_command_and_takes_no_module_of_the_current_folder(tmp_path):
