@@ -3,7 +3,9 @@
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.console import say
 from llama_core.chain.runs import continuing, is_finished, load_config, load_plan, step_to_continue
 from llama_core.chain.steps import estimate
@@ -14,12 +16,16 @@ from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
+from llama_core.objectives.registry import OBJECTIVES
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
 from llama_core.records.hub import HubRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.redaction import shell_word
+from llama_core.registry import Registry
+from llama_core.schedules.registry import SCHEDULES
 from llama_core.training.rates import learning_rate
 
 
@@ -82,6 +88,20 @@ def say_hub(run: RunDirectory) -> None:
             say("hub", f"{source.setting}: {source.name} at {source.commit}")
         for note in found.notes:
             say("note", note)
+
+
+def say_packages(run: RunDirectory) -> None:
+    """Print which parts of the run are of installed packages."""
+    config = load_config(run)
+    chosen: dict[str, tuple[Registry[Any], str]] = {
+        "training.optimizer": (OPTIMIZERS, config.training.optimizer),
+        "training.objective": (OBJECTIVES, config.training.objective),
+        "lora.method": (ADAPTERS, config.lora.method),
+        "parallel.schedule": (SCHEDULES, config.parallel.schedule),
+    }
+    for setting, (registry, name) in chosen.items():
+        if package := registry.package_of(name):
+            say("package", f"{setting}={name} is of {package}")
 
 
 def say_weights(run: RunDirectory) -> None:

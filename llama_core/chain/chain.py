@@ -15,6 +15,7 @@ from llama_core.chain.announcements import (
     say_goodput,
     say_hub,
     say_metrics,
+    say_packages,
     say_plan,
     say_weights,
 )
@@ -81,6 +82,7 @@ def run_chain(steps: Steps) -> RunDirectory:
 
 def _run_prepared(run: RunDirectory, steps: Steps) -> RunDirectory:
     say_hub(run)
+    say_packages(run)
     say_weights(run)
     say("run", describe(run))
     say_extension(run)

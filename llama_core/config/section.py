@@ -1,16 +1,26 @@
 """Base class of all sections of a configuration, and what a key says about itself besides type, bounds and text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
 
 from llama_core.errors import did_you_mean
+from llama_core.registry import Registry
 from llama_core.units import parse_whole_count
 
 LARGEST = 2**63 - 1
@@ -127,12 +137,32 @@ class Section(BaseModel):
         return free
 
 
-def known_name(kind: str, names: Callable[[], Sequence[str]], name: str) -> str:
-    """Return ``name``, if it is one of the names in a registry, and otherwise report these."""
-    known = names()
-    if name not in known:
-        raise PydanticCustomError(kind, f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
-    return name
+@dataclass(frozen=True, eq=False)
+class KnownName:
+    """Marks a text as the name of a row in a registry, or as one of some other words."""
+
+    registry: Registry[Any]
+    others: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Check the name after its type."""
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return all names, for a form; packages are only looked through for that."""
+        return {"type": "string", "enum": list(self._names)}
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self.others, *self.registry.names())
+
+    def _checked(self, name: str) -> str:
+        if name not in self.others and self.registry.find(name) is None:
+            text = f"choose one of {', '.join(self._names)}{did_you_mean(name, self._names)}"
+            raise PydanticCustomError("name", text)
+        return name
 
 
 def _section(field: FieldInfo) -> type[Section] | None:

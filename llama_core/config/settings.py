@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -13,7 +12,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
@@ -21,12 +19,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.hardware import MOST_DEVICES, gpu_spec
-from llama_core.config.section import Key, Section, known_name
+from llama_core.config.section import Key, KnownName, Section
 from llama_core.config.slurm import SlurmConfig
-from llama_core.objectives.registry import DEFAULT_OBJECTIVE, objective_names
-from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_names
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
-from llama_core.schedules.registry import schedule_names
+from llama_core.schedules.registry import SCHEDULES
 
 SAMPLE = "sample"
 """The data source that every machine has: the source files of Python's standard library."""
@@ -102,27 +100,11 @@ Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_au
 """A number of at least 1, or ``auto``."""
 
 
-def _schedule_requests() -> tuple[str, ...]:
-    return ("auto", *schedule_names())
-
-
-ScheduleRequest = Annotated[
-    str,
-    AfterValidator(partial(known_name, "schedule", _schedule_requests)),
-    WithJsonSchema({"type": "string", "enum": list(_schedule_requests())}),
-]
+ScheduleRequest = Annotated[str, KnownName(SCHEDULES, others=("auto",))]
 """The name of a schedule, or ``auto``."""
-OptimizerName = Annotated[
-    str,
-    AfterValidator(partial(known_name, "optimizer", optimizer_names)),
-    WithJsonSchema({"type": "string", "enum": list(optimizer_names())}),
-]
+OptimizerName = Annotated[str, KnownName(OPTIMIZERS)]
 """The name of an optimizer."""
-ObjectiveName = Annotated[
-    str,
-    AfterValidator(partial(known_name, "objective", objective_names)),
-    WithJsonSchema({"type": "string", "enum": list(objective_names())}),
-]
+ObjectiveName = Annotated[str, KnownName(OBJECTIVES)]
 """The name of an objective."""
 
 HOW = Key(on_resume="allow", changes="speed")
