@@ -5,12 +5,16 @@ GB is 1e9 bytes (data sheets), GiB is 2**30 bytes (allocators).
 """
 
 import math
+from contextlib import suppress
+from decimal import Decimal
 
 KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 GB = 10**9
 TFLOP = 10**12
+_SIZES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": KIB, "MI": MIB, "GI": GIB}
+"""What the suffixes of counts multiply by."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -30,17 +34,46 @@ def format_count(count: float) -> str:
 
 
 def parse_count(text: str) -> float:
-    """Return the number that ``text`` spells, such as ``'1.5T'``, ``'200B'`` or ``'1e9'``.
+    """Return the number that ``text`` spells, such as ``'1.5T'``, ``'200B'``, ``'128k'``, ``'128Ki'`` or ``'1e9'``.
+
+    k is 1,000 and Ki is 1,024, whatever is counted; capital and small letters are the same.
 
     Raises:
         ValueError: if it is not a positive number.
     """
-    sizes = {"T": 10**12, "B": 10**9, "M": 10**6, "K": 10**3}
-    size = sizes.get(text[-1:].upper(), 1)
-    count = float(text[:-1] if size > 1 else text) * size
-    if not 0 < count < float("inf"):
+    count = float(_spelled(text))
+    if not 0 < count < math.inf:
         raise ValueError(text)
     return count
+
+
+def parse_whole_count(text: str) -> int:
+    """Return the whole number that ``text`` spells: digits, or as for ``parse_count``.
+
+    Raises:
+        ValueError: if it is no whole number, or not one of digits and beyond 64 bits.
+    """
+    with suppress(ValueError):
+        return int(text)
+    count = _spelled(text)
+    if not 0 < count < 2**63 or count % 1:
+        raise ValueError(text)
+    return int(count)
+
+
+def _spelled(text: str) -> Decimal:
+    number = text[: -len(suffix)] if (suffix := _suffix(text)) else text
+    try:
+        spelled = Decimal(number) * _SIZES[suffix.upper()]
+    except ArithmeticError:  # as Decimal calls a wrong text
+        raise ValueError(text) from None
+    if not spelled.is_finite():
+        raise ValueError(text)
+    return spelled
+
+
+def _suffix(text: str) -> str:
+    return next((text[-length:] for length in (2, 1) if text[-length:].upper() in _SIZES), "")
 
 
 def format_duration(seconds: float) -> str:

@@ -25,3 +25,15 @@ def test_every_test_that_a_page_names_exists(page):
     tests = [path for path in SOURCES if path.is_relative_to(ROOT / "tests")]
     defined = {name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text())}
     assert named - defined - {path.stem for path in tests} == set()
+
+
+def test_every_run_that_a_command_of_the_readme_reads_is_made_by_a_command_before_it():
+    made = set()
+    for command in re.findall(
+        r"\| `((?:train|logs|compare|evaluate|generate|export-hf) .*?)` \|", PAGES[0].read_text()
+    ):
+        new = set(re.findall(r"--run-dir (runs/\w+)", command)) if "--resume" not in command else set()
+        read = set(re.findall(r"runs/\w+", command)) - new
+        assert read <= made, command
+        made |= new
+    assert len(made) >= 4

@@ -1,6 +1,6 @@
 import pytest
 
-from llama_core.units import format_bytes, format_count, format_duration
+from llama_core.units import format_bytes, format_count, format_duration, parse_count, parse_whole_count
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,20 @@ def test_counts_are_written_in_decimal_units(count, text):
 )
 def test_durations_are_written_as_people_say_them(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("32k", 32_000), ("32K", 32_000), ("32Ki", 32_768), ("0.5mi", 2**19), ("1.1B", 1_100_000_000), ("3e4", 30_000)],
+)
+def test_a_count_with_a_suffix_is_exact(text, count):
+    assert parse_whole_count(text) == count
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "-2k", "0k", "0.0005k", "12q", "nan", "infk", "1e400", "0x10k", "1e999999999"]
+)
+def test_what_is_no_count_is_refused(text):
+    with pytest.raises(ValueError):
+        parse_whole_count(text)

@@ -1,4 +1,4 @@
-"""The command line: ``training-infra`` or ``python -m training_infra.cli``.
+"""The command line: ``training-infra``, ``python -m training_infra`` or ``python -m training_infra.cli``.
 
 The commands are in ``commands/``, each beside its own flags; the flags of a run, and the configuration keys they set,
 are a table in ``flags.py``. Nothing here imports torch; the commands import what they need.
@@ -7,7 +7,9 @@ are a table in ``flags.py``. Nothing here imports torch; the commands import wha
 import signal
 import sys
 
-if sys.argv[0].endswith(("training-infra", "training_infra/cli.py")) or sys.argv[0] == "-m":
+if sys.argv[0] == "-m" or sys.argv[0].endswith(
+    ("training-infra", "training_infra/__main__.py", "training_infra/cli.py")
+):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends the process without a traceback
 
 import io

@@ -1,6 +1,6 @@
 """What people type because other software has it, and what there is here instead: a sentence for each."""
 
-from llama_core.objectives.registry import objective_names
+from llama_core.objectives.registry import OBJECTIVES
 
 _FINE_TUNING = "`training-infra train --init-from FOLDER --data chats.jsonl` does this; with adapters: --strategy lora"
 
@@ -13,7 +13,7 @@ FLAGS_ELSEWHERE = {
 COMMANDS_ELSEWHERE = {
     "eval": "`training-infra evaluate RUN_DIR` tells the held-out loss, and with --tasks the scores on tasks",
     "dpo": "`training-infra train --objective dpo --init-from FOLDER --data pairs.jsonl` does this; objectives: "
-    f"{', '.join(objective_names())}",
+    f"{', '.join(OBJECTIVES)}",
     "kto": "`training-infra train --objective kto --init-from FOLDER --data answers.jsonl` does this",
     "finetune": _FINE_TUNING,
     "sft": _FINE_TUNING,

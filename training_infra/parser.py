@@ -15,7 +15,7 @@ from llama_core.errors import ask_for, did_you_mean, safe
 from training_infra.elsewhere import COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
 from training_infra.flags import Flag, group_of
 
-_UNKNOWN_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)'")
+_UNKNOWN_CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)'")
 _WIDEST = 110
 """Most columns that help takes."""
 _LEFT = 30
@@ -89,11 +89,23 @@ class Parser(argparse.ArgumentParser):
             unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
             answer = FLAGS_ELSEWHERE.get(unknown)
             hint = f"; {answer}" if answer else self._suggestion(unknown)
-        elif (name := _UNKNOWN_COMMAND.match(message)) and name[1] in COMMANDS_ELSEWHERE:
-            message = f"{name[1]} is no command; {COMMANDS_ELSEWHERE[name[1]]}"
+        elif found := _UNKNOWN_CHOICE.match(message):
+            message, hint = self._unknown_choice(message, *found.groups())
         elif message.startswith("the following arguments are required"):
             hint = f"; see {self.prog} --help"
         self.exit(2, f"error: {safe(message)}{hint}\n")
+
+    def _unknown_choice(self, message: str, argument: str, name: str) -> tuple[str, str]:
+        """Return the message about a value that is none of an argument's, and what was meant."""
+        if argument != "COMMAND":
+            named = (action for action in self._actions if "/".join(action.option_strings) == argument)
+            known = next(named, argparse.Action((), "")).choices or ()
+            return message, did_you_mean(name, map(str, known))
+        commands = [command for rows in self.tables.values() for command, _ in rows]
+        begun = [command for command in commands if name and command.startswith(name)]
+        answer = COMMANDS_ELSEWHERE.get(name)
+        hint = f"; {answer}" if answer else ask_for(begun) or did_you_mean(name, commands)
+        return f"{name} is no command", hint or f"; see {self.prog} --help"
 
     def _suggestion(self, unknown: str) -> str:
         keys = keys_called(unknown.lstrip("-"), config_keys()) if self._flags and unknown.startswith("--") else []

@@ -1,4 +1,4 @@
-"""All kinds of adapters by name. To add one, add its ``AdapterType`` here."""
+"""All kinds of adapters by name. To add one, add its ``AdapterType`` here, or bring it in a package of your own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,15 +7,16 @@ from llama_core.adapters.dora import DORA
 from llama_core.adapters.lora import LORA
 from llama_core.adapters.traits import AdapterType
 from llama_core.errors import ConfigError, not_one_of
+from llama_core.registry import Registry
 
-ADAPTERS = {adapter.name: adapter for adapter in (LORA, DORA)}
+ADAPTERS = Registry("adapters", AdapterType, LORA, DORA)
 
 DEFAULT_ADAPTER = LORA.name
 
 
 def adapter_names() -> tuple[str, ...]:
     """Return the name of every kind of adapter."""
-    return tuple(ADAPTERS)
+    return ADAPTERS.names()
 
 
 def adapter_type(name: str) -> AdapterType:
@@ -24,9 +25,10 @@ def adapter_type(name: str) -> AdapterType:
     Raises:
         ConfigError: if there is no such kind; the message names the nearest ones.
     """
-    if name not in ADAPTERS:
-        raise ConfigError(f"lora.method={name}{not_one_of(name, ADAPTERS)}")
-    return ADAPTERS[name]
+    adapter = ADAPTERS.find(name)
+    if adapter is None:
+        raise ConfigError(f"lora.method={name}{not_one_of(name, ADAPTERS.names())}")
+    return adapter
 
 
 def adapter_of_json(described: Mapping[str, Any]) -> AdapterType | None:
@@ -37,7 +39,7 @@ def adapter_of_json(described: Mapping[str, Any]) -> AdapterType | None:
 
     fitting = [
         adapter
-        for adapter in ADAPTERS.values()
+        for adapter in map(adapter_type, ADAPTERS.names())
         if all(described.get(key) == value for key, value in adapter.json.marks.items())
     ]
     return max(fitting, key=marks, default=None)

@@ -1,20 +1,32 @@
 """What the chain says about a run: each function prints its lines from the run's records, or returns one."""
 
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.batch import batch_line
 from llama_core.chain.console import say
-from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point, settings_to_continue
+from llama_core.chain.runs import (
+    continuing,
+    is_finished,
+    load_config,
+    load_plan,
+    settings_to_continue,
+    step_to_continue,
+)
 from llama_core.chain.steps import estimate
-from llama_core.config.run import RANDOM_BASE
+from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RunDirectoryError
 from llama_core.hub import repository_in_cache
 from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
-from llama_core.records.checkpoints import newest_step
+from llama_core.models.pretrained import origin_of
+from llama_core.objectives.registry import OBJECTIVES
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
@@ -23,18 +35,28 @@ from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.settings_changes import read_settings_changes
 from llama_core.redaction import shell_word
+from llama_core.registry import Registry
+from llama_core.schedules.registry import SCHEDULES
 from llama_core.training.rates import learning_rate
 from llama_core.units import format_count
 
 
 def describe(run: RunDirectory) -> str:
-    """Return the run's path, and whether it is new, continued, finished or already running."""
+    """Return the run's path, and whether it is new, continued, finished or already running.
+
+    Raises:
+        CheckpointError: if it has checkpoints, but the ranks on this machine could read none.
+    """
     if not any(path.exists() for path in (run.job, run.outcome, run.heartbeat)):
         return f"{run.path}, new"
     job = attach(run)
     if job is not None:
         return f"{run.path}: job {job.record.job_id} is already running; following it"
-    return f"{run.path}: {'already finished' if is_finished(run) else resume_point(run)}"
+    if is_finished(run):
+        return f"{run.path}: already finished"
+    step = step_to_continue(run, partial(say, "warning"))
+    unread = "" if step == 0 or load_config(run).launch.is_here else ", if the ranks find that checkpoint intact"
+    return f"{run.path}: {continuing(step)}{unread}"
 
 
 def asked_memory(run: RunDirectory) -> str:
@@ -99,13 +121,27 @@ def say_batch(run: RunDirectory) -> None:
     say("batch", batch_line(load_config(run), data))
 
 
+def say_packages(run: RunDirectory) -> None:
+    """Print which parts of the run are of installed packages."""
+    config = load_config(run)
+    chosen: dict[str, tuple[Registry[Any], str]] = {
+        "training.optimizer": (OPTIMIZERS, config.training.optimizer),
+        "training.objective": (OBJECTIVES, config.training.objective),
+        "lora.method": (ADAPTERS, config.lora.method),
+        "parallel.schedule": (SCHEDULES, config.parallel.schedule),
+    }
+    for setting, (registry, name) in chosen.items():
+        if package := registry.package_of(name):
+            say("package", f"{setting}={name} is of {package}")
+
+
 def say_weights(run: RunDirectory) -> None:
     """Print where the run's initial weights come from, and the defaults for fine-tuning."""
     config = load_config(run)
     if config.has_random_base:
         say("weights", RANDOM_BASE)
     elif config.training.init_from is not None:
-        say("weights", f"of {config.training.init_from}")
+        say("weights", f"of {config.training.init_from}{_continued_as(config)}")
     if config.spec.lora:
         say("weights", config.spec.parameter_counts)
     for key, value in config.fine_tuning_defaults.items():
@@ -120,6 +156,14 @@ def say_timed(run: RunDirectory, timed: BenchmarkRecord | None) -> None:
     say("benchmark", timed.summary())
     if timed.disturbance:
         say("note", f"in the timed steps, {timed.disturbance}")
+
+
+def _continued_as(config: RunConfig) -> str:
+    """Return what initial weights with adapters mean for a run, for the end of a line; empty if it trains none."""
+    if config.spec.lora is None or config.training.init_from is None:
+        return ""
+    adapters = origin_of(Path(config.training.init_from)).adapters
+    return "" if adapters is None else f", whose adapters are trained on (strategy={config.strategy})"
 
 
 def say_data(run: RunDirectory) -> None:
@@ -152,7 +196,7 @@ def say_extension(run: RunDirectory) -> None:
     total = training.steps
     if newest is None or total is None or total == newest.total_steps:
         return
-    step = newest_step(run)
+    step = step_to_continue(run, lambda line: None)
     after = f"{learning_rate(step + 1, training, total):.2e} at step {step + 1}"
     change = after
     if step:

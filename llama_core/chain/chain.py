@@ -18,6 +18,7 @@ from llama_core.chain.announcements import (
     say_hub,
     say_metrics,
     say_model,
+    say_packages,
     say_plan,
     say_timed,
     say_weights,
@@ -27,8 +28,9 @@ from llama_core.chain.expected import expected_time, record_expected_step
 from llama_core.chain.samples import say_next, say_samples
 from llama_core.chain.steps import NOT_REHEARSED
 from llama_core.chain.stopping import stopping_on_interrupt
-from llama_core.errors import TrainingInfraError
+from llama_core.errors import StoppedError, TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
+from llama_core.launch.outcome import record_interruption
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory, command_to_resume
@@ -68,7 +70,8 @@ def run_chain(steps: Steps, *, detach: bool = False) -> RunDirectory:
     """Prepare, validate, estimate, rehearse, submit, train, evaluate, benchmark and report a run, with a line for each.
 
     From submission on, an interrupt (Ctrl-C) stops the job, and the report is written however the run ends. If both the
-    run and the report fail, the run's error is raised.
+    run and the report fail, the run's error is raised. A new run that is interrupted before that leaves its directory
+    free.
 
     Args:
         steps: the steps.
@@ -78,7 +81,17 @@ def run_chain(steps: Steps, *, detach: bool = False) -> RunDirectory:
         TrainingInfraError: if a step fails.
     """
     run = steps.prepare()
+    try:
+        return _run_prepared(run, steps)
+    except KeyboardInterrupt:
+        if record_interruption(run):
+            raise StoppedError("stopped before the run began; the same command starts it") from None
+        raise
+
+
+def _run_prepared(run: RunDirectory, steps: Steps) -> RunDirectory:
     say_hub(run)
+    say_packages(run)
     say_weights(run)
     say("run", describe(run))
     say_extension(run)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.downloads import DOCUMENTS, INITIAL_WEIGHTS, resolve
 from llama_core.chain.prepare import check_initial_weights
 from llama_core.chain.runs import RUNS
@@ -10,7 +11,10 @@ from llama_core.data.check import check_data
 from llama_core.errors import RequestError
 from llama_core.launch.jobs.submission import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
+from llama_core.objectives.registry import OBJECTIVES
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.records.directory import RunDirectory
+from llama_core.schedules.registry import SCHEDULES
 
 
 def validate_environment(
@@ -24,6 +28,8 @@ def validate_environment(
         saves: whether the run saves checkpoints there.
     """
     found = Findings()
+    for registry in (OPTIMIZERS, OBJECTIVES, ADAPTERS, SCHEDULES):
+        found.warnings += registry.hidden()
     check_machine(found, config, run_dir, saves=saves)
     if config is not None:
         _check_files(found, config, RunDirectory(run_dir))

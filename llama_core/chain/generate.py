@@ -174,8 +174,7 @@ def find_model(source: Path, step: int | Best | None, tell: Callable[[str], None
         problem = "holds no model" if source.is_dir() else "is no folder here"
         raise WeightsError(f"{source} {problem}; name a run's directory, or a folder of Hugging Face or PEFT")
     base = origin.base
-    given: dict[str, Any] = {"strategy": "standard" if origin.adapters is None else "lora"}
-    given["training"] = {"init_from": str(source)}
+    given: dict[str, Any] = {"training": {"init_from": str(source)}}
     if base is not None and not is_checkpoint(base) and has_own_head(base):
         given["architecture"] = {"tied_embeddings": False}
         tell(

@@ -1,7 +1,7 @@
 """Run directories: find the one to continue, name a new one, and load its configuration and plan."""
 
 import glob
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -22,16 +22,23 @@ from llama_core.config.recorded import (
 )
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataSource
-from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach
-from llama_core.launch.outcome import read_outcome
+from llama_core.launch.outcome import concluded, read_outcome
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import newest_step
+from llama_core.records.checkpoints import (
+    checkpoint_step,
+    list_checkpoints,
+    newest_intact_checkpoint,
+    newest_step,
+)
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.files import read_typed
+from llama_core.records.job import JobRecord
 from llama_core.records.owners import other_owner, refuse_foreign
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
+from llama_core.redaction import shell_word
 
 RUNS = Path("runs")
 _MOST_NAMED = 3
@@ -67,8 +74,36 @@ def resume_command(run: RunDirectory, source: DataSource | None) -> str:
 
 def resume_point(run: RunDirectory) -> str:
     """Return where ``run`` goes on when it is resumed, as the end of a sentence about it."""
-    step = newest_step(run)
+    return continuing(newest_step(run))
+
+
+def continuing(step: int) -> str:
+    """Return where a run with a newest checkpoint of ``step`` goes on, as the end of a sentence about it."""
     return f"continues after step {step}" if step else "starts over, since there is no checkpoint yet"
+
+
+def step_to_continue(run: RunDirectory, tell: Callable[[str], None]) -> int:
+    """Return the step after which ``run`` goes on; 0 if it has no checkpoint.
+
+    If its ranks run on this machine, the newest checkpoint is read here, all of it, as they will do. Ranks elsewhere
+    read it side by side; until then only the sizes of its files are known.
+
+    Args:
+        run: the run.
+        tell: called with a line about each later checkpoint that is damaged.
+
+    Raises:
+        CheckpointError: if there are checkpoints, but all are damaged.
+    """
+    config = load_config(run)
+    if not config.launch.is_here:
+        return newest_step(run)
+    try:
+        intact = newest_intact_checkpoint(run, tell)
+    except CheckpointError as error:
+        again = resume_command(run, config.data.source)
+        raise CheckpointError(f"{error}, or move them away to start over, and continue with: {again}") from None
+    return checkpoint_step(intact) if intact else 0
 
 
 def is_finished(run: RunDirectory) -> bool:
@@ -130,8 +165,19 @@ def existing_run(
     elif (trained or recorded).training.steps != config.training.steps:  # by hand, in config.yaml
         _refuse_fewer_steps(run, config.training.steps)
     if not resume:
-        raise RunDirectoryError(f"{run_dir} already holds this run; add --resume to continue it")
+        _refuse_second_start(run)
     return run
+
+
+def _refuse_second_start(run: RunDirectory) -> NoReturn:
+    job = attach(run)
+    if job is None:
+        raise RunDirectoryError(f"{run.path} already holds this run; add --resume to continue it")
+    path = shell_word(run.path)
+    raise RunDirectoryError(
+        f"{run.path} already holds this run, and its job is running ({job.kind} {job.record.job_id}); follow it with: "
+        f"training-infra logs {path} --follow, or stop it first with: training-infra cancel {path}"
+    )
 
 
 def _keeps_changed_data(run: RunDirectory, recorded: RunConfig, config: RunConfig) -> bool:
@@ -278,5 +324,9 @@ def _newest_first(config: RunConfig) -> Iterator[tuple[RunDirectory, dict[str, s
 
 
 def _never_began(run: RunDirectory) -> bool:
-    """Return whether the run was refused before its first step, so that its directory may be reused."""
-    return run.outcome.exists() and read_outcome(run).status == "bad-config" and not run.heartbeat.exists()
+    """Return whether a run of ours was refused or cancelled before its first step: its directory may be reused."""
+    if run.heartbeat.exists() or not run.outcome.exists() or list_checkpoints(run) or other_owner(run) is not None:
+        return False
+    if run.job.exists() and concluded(run, read_typed(run.job, JobRecord)) is None:  # it has been started again
+        return False
+    return read_outcome(run).status in {"bad-config", "cancelled"}

@@ -16,7 +16,9 @@ _PARTS = {part for parts in PARTS.values() for part in parts}
 
 
 def settings_of_weights(path: str) -> dict[str, Any]:
-    """Return the model, tokenizer and adapters of weights, as nested keys of a run configuration.
+    """Return the model, tokenizer, format of conversations, and strategy of weights, as nested keys of a configuration.
+
+    Weights with adapters or experts name their strategy and its settings, so that a run goes on as what they are.
 
     The result is empty if the files cannot be read; the later check of the weights reports why.
 
@@ -59,9 +61,12 @@ def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str,
 
 def _of_run(config: dict[str, Any]) -> dict[str, Any]:
     settings = {"model": config["model"], "architecture": config["architecture"]}
-    settings["data"] = {"tokenizer": config["data"]["tokenizer"]}
+    data = config["data"]
+    settings["data"] = {"tokenizer": data["tokenizer"]}
+    if data.get("chat_template") is not None:
+        settings["data"]["chat_template"] = data["chat_template"]
     parts = PARTS[config["strategy"]]
-    if "moe" in parts:
+    if parts:
         settings["strategy"] = config["strategy"]
     return settings | {part: config[part] for part in parts if part in config}
 
@@ -75,7 +80,9 @@ def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
     lora = {
         ours: adapters[theirs] for theirs, ours in names.items() if isinstance(adapters.get(theirs), int | float | list)
     }
-    return base | _tokenizer(folder) | {"lora": lora | {"method": kind.name}}
+    has_experts = "moe" in PARTS[with_experts_of_folder(base).get("strategy", "standard")]
+    strategy = "hybrid" if has_experts else "lora"
+    return base | _tokenizer(folder) | {"strategy": strategy, "lora": lora | {"method": kind.name}}
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:

@@ -1,16 +1,27 @@
 """Base class of all sections of a configuration, and what a key says about itself besides type, bounds and text."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
 
 from llama_core.errors import did_you_mean
+from llama_core.registry import Registry
+from llama_core.units import parse_whole_count
 
 LARGEST = 2**63 - 1
 """The largest number that a setting may be: floats, file formats and libraries hold no larger integer."""
@@ -55,6 +66,8 @@ class KnownKey(NamedTuple):
     key: Key
     is_text: bool
     """Whether its value may be any text."""
+    is_count: bool
+    """Whether it is a whole number, which may be spelled as 128k."""
 
     def value_of(self, written: str) -> str | int | float:
         """Return the value that a word of the command line stands for: the word, or else the number that it spells."""
@@ -76,7 +89,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_endless_integers(cls, value: Any) -> Any:
+    def _read_count(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take 128k, or 1e6, where a whole number is asked for, and refuse an endless one."""
+        if isinstance(value, str | float) and takes_count(cls.model_fields[str(info.field_name)]):
+            value = whole_count(value)
         if isinstance(value, int) and abs(value) > LARGEST:
             raise PydanticCustomError("endless", "input should be between -2**63 and 2**63")
         return value
@@ -100,8 +116,13 @@ class Section(BaseModel):
         for name, field in cls.model_fields.items():
             inner = _section(field)
             if inner is None:
-                is_text = _takes_text(field.annotation)
-                yield KnownKey(f"{prefix}{name}", field.description or "", _own(field) or usual, is_text)
+                yield KnownKey(
+                    f"{prefix}{name}",
+                    field.description or "",
+                    _own(field) or usual,
+                    is_text=_takes(str, field.annotation),
+                    is_count=takes_count(field),
+                )
             else:
                 yield from inner.known_keys(f"{prefix}{name}.", usual)
 
@@ -124,12 +145,32 @@ class Section(BaseModel):
         return free
 
 
-def known_name(kind: str, names: Callable[[], Sequence[str]], name: str) -> str:
-    """Return ``name``, if it is one of the names in a registry, and otherwise report these."""
-    known = names()
-    if name not in known:
-        raise PydanticCustomError(kind, f"choose one of {', '.join(known)}{did_you_mean(name, known)}")
-    return name
+@dataclass(frozen=True, eq=False)
+class KnownName:
+    """Marks a text as the name of a row in a registry, or as one of some other words."""
+
+    registry: Registry[Any]
+    others: tuple[str, ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        """Check the name after its type."""
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return all names, for a form; packages are only looked through for that."""
+        return {"type": "string", "enum": list(self._names)}
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self.others, *self.registry.names())
+
+    def _checked(self, name: str) -> str:
+        if name not in self.others and self.registry.find(name) is None:
+            text = f"choose one of {', '.join(self._names)}{did_you_mean(name, self._names)}"
+            raise PydanticCustomError("name", text)
+        return name
 
 
 def _section(field: FieldInfo) -> type[Section] | None:
@@ -144,11 +185,29 @@ def _section_of_values(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _takes_text(kind: Any) -> bool:
-    """Return whether a type, or one of those in it, is ``str``; a ``Literal`` is a choice and not any text."""
+def _takes(wanted: type, kind: Any) -> bool:
+    """Return whether a type, or one of those in it, is the wanted one; a ``Literal`` is a choice and not any text."""
     if get_origin(kind) in {Annotated, Union, UnionType}:
-        return any(map(_takes_text, get_args(kind)))
-    return kind is str
+        return any(_takes(wanted, inner) for inner in get_args(kind))
+    return kind is wanted
+
+
+def takes_count(field: FieldInfo) -> bool:
+    """Return whether a field is a whole number, and reads no text of its own, such as a time."""
+    reads_text = any(isinstance(mark, BeforeValidator) for mark in field.metadata)
+    return _takes(int, field.annotation) and not _takes(str, field.annotation) and not reads_text
+
+
+def whole_count(value: Any) -> Any:
+    """Return the whole number that '128k' or 128e3 spells; other values, also digits in quotes, as they are."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and not value.strip("+-0123456789_ "):
+        return value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return parse_whole_count(value)
+    return value
 
 
 def _own(field: FieldInfo) -> Key | None:

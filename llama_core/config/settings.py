@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -13,7 +12,6 @@ from pydantic import (
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
@@ -21,12 +19,12 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.hardware import MOST_DEVICES, gpu_spec
-from llama_core.config.section import Key, Section, known_name
+from llama_core.config.section import Key, KnownName, Section
 from llama_core.config.slurm import SlurmConfig
-from llama_core.objectives.registry import DEFAULT_OBJECTIVE, objective_names
-from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, optimizer_names
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
+from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
-from llama_core.schedules.registry import schedule_names
+from llama_core.schedules.registry import SCHEDULES
 
 SAMPLE = "sample"
 """The data source that every machine has: the source files of Python's standard library."""
@@ -102,27 +100,11 @@ Count = Annotated[Annotated[int, Field(ge=1)] | Auto, WrapValidator(_count_or_au
 """A number of at least 1, or ``auto``."""
 
 
-def _schedule_requests() -> tuple[str, ...]:
-    return ("auto", *schedule_names())
-
-
-ScheduleRequest = Annotated[
-    str,
-    AfterValidator(partial(known_name, "schedule", _schedule_requests)),
-    WithJsonSchema({"type": "string", "enum": list(_schedule_requests())}),
-]
+ScheduleRequest = Annotated[str, KnownName(SCHEDULES, others=("auto",))]
 """The name of a schedule, or ``auto``."""
-OptimizerName = Annotated[
-    str,
-    AfterValidator(partial(known_name, "optimizer", optimizer_names)),
-    WithJsonSchema({"type": "string", "enum": list(optimizer_names())}),
-]
+OptimizerName = Annotated[str, KnownName(OPTIMIZERS)]
 """The name of an optimizer."""
-ObjectiveName = Annotated[
-    str,
-    AfterValidator(partial(known_name, "objective", objective_names)),
-    WithJsonSchema({"type": "string", "enum": list(objective_names())}),
-]
+ObjectiveName = Annotated[str, KnownName(OBJECTIVES)]
 """The name of an objective."""
 
 HOW = Key(on_resume="allow", changes="speed")
@@ -199,10 +181,6 @@ SourceName = Annotated[str, AfterValidator(_name_of_a_metric)]
 """The name of a source in a mixture, and of its held-out loss."""
 
 
-def _whole_number(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
 class MixedSource(Section):
     """A source of a mixture."""
 
@@ -218,7 +196,7 @@ class MixedSource(Section):
 class DataStage(Section):
     """A stage of a run on a mixture: other weights, or sequences of another length, from some tokens on."""
 
-    from_tokens: Annotated[int, BeforeValidator(_whole_number)] = Field(gt=0)
+    from_tokens: int = Field(gt=0)
     """Tokens of the run after which it begins; within a step, it begins after that step."""
     weights: dict[SourceName, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weights in place of those of the same sources in `data.sources`; 0: the stage does not read it."""
@@ -340,7 +318,7 @@ class DataConfig(Section):
 class BatchRampStep(Section):
     """Another size of the global batch, from some tokens on."""
 
-    from_tokens: Annotated[int, BeforeValidator(_whole_number)] = Field(gt=0)
+    from_tokens: int = Field(gt=0)
     """Tokens of the run after which steps have it; within a step, after that step."""
     batch_size: int = Field(ge=1, le=MOST_SEQUENCES)
     """Sequences per optimizer step in place of `training.batch_size`."""
@@ -451,9 +429,7 @@ class TrainingConfig(Section):
     keep_best: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
     """Checkpoints with the lowest held-out loss that are kept; above 0, every checkpoint's step is evaluated, except
     that of a run that is asked to stop, which is none of the best."""
-    keep_every_tokens: Annotated[int, BeforeValidator(_whole_number), Key(on_resume="allow", changes="nothing")] = (
-        Field(0, ge=0)
-    )
+    keep_every_tokens: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(0, ge=0)
     """Keep the first checkpoint at or after each multiple of this many tokens for good; 0: none for that."""
     keep_best_by: Annotated[str, Key(on_resume="allow", changes="nothing")] = UNNAMED
     """Name of the held-out loss that says which checkpoint is best, as in `data.validation` or, without it,

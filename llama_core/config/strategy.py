@@ -2,25 +2,22 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from llama_core.adapters.registry import DEFAULT_ADAPTER, adapter_names, adapter_type
+from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER, adapter_type
 from llama_core.adapters.traits import AdapterType
 from llama_core.config import nf4
-from llama_core.config.section import Section, known_name
+from llama_core.config.section import KnownName, Section
 from llama_core.errors import ConfigError, Problem, did_you_mean
 from llama_core.objectives.registry import OBJECTIVES, objective_names
 from llama_core.weights import INPUTS, OUTPUTS, Weight
@@ -61,11 +58,7 @@ def not_a_strategy(name: object) -> str:
 
 GateSoftmax = Literal["chosen", "all"]
 
-AdapterName = Annotated[
-    str,
-    AfterValidator(partial(known_name, "adapter", adapter_names)),
-    WithJsonSchema({"type": "string", "enum": list(adapter_names())}),
-]
+AdapterName = Annotated[str, KnownName(ADAPTERS)]
 """The name of a kind of adapter."""
 
 _Listed = Field(strict=False)
@@ -330,7 +323,7 @@ def fine_tuning_defaults(*, adapters: bool, trained_before: bool, objective: obj
         tuned = _ADAPTERS
     elif trained_before:
         tuned = _WHOLE_MODEL
-    known = OBJECTIVES.get(objective) if isinstance(objective, str) else None
+    known = OBJECTIVES.find(objective) if isinstance(objective, str) else None
     if known is None or known.reads == "documents":
         return tuned
     one_epoch = {key: value for key, value in tuned.items() if key != "epochs"}

@@ -10,6 +10,7 @@ from llama_core.launch.attempts import (
     own_job,
     own_restart,
 )
+from llama_core.launch.places import submission_folders
 from llama_core.launch.verdict import RESUME, RUN, VERDICT_OF_STATE, Verdict, verdict_of_ranks
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now, read_typed
@@ -40,6 +41,19 @@ def record_refusal(run: RunDirectory, reason: str, next_action: str) -> None:
     if run.outcome.exists() and read_outcome(run).status == "finished":
         return
     record_outcome(run, "bad-config", reason=reason, next_action=next_action)
+
+
+def record_interruption(run: RunDirectory) -> bool:
+    """Write that a new run was interrupted before its job started; any other run keeps its records.
+
+    Returns:
+        Whether the run was a new one.
+    """
+    records = (run.job, run.outcome, run.heartbeat)
+    if any(record.exists() for record in records) or submission_folders(run.logs):  # it may have a job
+        return False
+    record_outcome(run, "cancelled", reason="it was interrupted before its job started", next_action=RESUME)
+    return True
 
 
 def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict) -> Outcome:

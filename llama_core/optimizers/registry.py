@@ -1,18 +1,19 @@
-"""All optimizers by name. To add one, add its ``OptimizerType`` here."""
+"""All optimizers by name. To add one, add its ``OptimizerType`` here, or bring it in a package of your own."""
 
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.optimizers.adamw import ADAMW
 from llama_core.optimizers.muon import MUON
 from llama_core.optimizers.traits import OptimizerType
+from llama_core.registry import Registry
 
-OPTIMIZERS = {optimizer.name: optimizer for optimizer in (ADAMW, MUON)}
+OPTIMIZERS = Registry("optimizers", OptimizerType, ADAMW, MUON)
 
 DEFAULT_OPTIMIZER = ADAMW.name
 
 
 def optimizer_names() -> tuple[str, ...]:
     """Return the name of every optimizer."""
-    return tuple(OPTIMIZERS)
+    return OPTIMIZERS.names()
 
 
 def optimizer_type(name: str) -> OptimizerType:
@@ -21,9 +22,10 @@ def optimizer_type(name: str) -> OptimizerType:
     Raises:
         ConfigError: if there is no such optimizer; the message names the nearest ones.
     """
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"training.optimizer={name}{not_one_of(name, OPTIMIZERS)}")
-    return OPTIMIZERS[name]
+    optimizer = OPTIMIZERS.find(name)
+    if optimizer is None:
+        raise ConfigError(f"training.optimizer={name}{not_one_of(name, OPTIMIZERS.names())}")
+    return optimizer
 
 
 def optimizer_keys() -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from llama_core.config.run import (
 )
 from llama_core.errors import PlanError
 from llama_core.schedules.actions import Schedule
-from llama_core.schedules.registry import DEFAULT_SCHEDULE, build_schedule, schedule_names, schedule_type
+from llama_core.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES, build_schedule, schedule_type
 from llama_core.units import divisors
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -116,11 +116,12 @@ class ParallelPlan:
             "offload": literal_values(Offload),
             "gradient_compression": literal_values(GradientCompression),
             "attention": literal_values(AttentionKernel),
-            "schedule": schedule_names(),
         }
         for name, legal in choices.items():
             if getattr(self, name) not in legal:
                 yield f"{name}={getattr(self, name)!r} is not one of {', '.join(legal)}"
+        if SCHEDULES.find(self.schedule) is None:
+            yield f"schedule={self.schedule!r} is not one of {', '.join(SCHEDULES.names())}"
 
     def _exclusions(self) -> Iterator[str]:
         try:

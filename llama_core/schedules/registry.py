@@ -1,25 +1,36 @@
-"""All schedules by name. To add one, add its ``ScheduleType`` here; costs are in ``docs/schedules.md``.
+"""All schedules by name. To add one, add its ``ScheduleType`` here, or bring it in a package of your own.
+
+Costs are in ``docs/schedules.md``.
 
 Symbols there and in the schedules' files: D ranks, N microbatches, F and B the times of one stage's forward and
 backward.
 """
 
 from llama_core.errors import PlanError, not_one_of
+from llama_core.registry import Registry
 from llama_core.schedules.actions import Schedule
 from llama_core.schedules.chimera import CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING
 from llama_core.schedules.one_way import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from llama_core.schedules.traits import ScheduleType
 from llama_core.schedules.zero_bubble import ZB_H1, ZBV
 
-_SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED, CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING, ZB_H1, ZBV)
-_BY_NAME = {schedule.name: schedule for schedule in _SCHEDULES}
+SCHEDULES = Registry(
+    "schedules",
+    ScheduleType,
+    *(GPIPE, ONE_F_ONE_B, INTERLEAVED, CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING, ZB_H1, ZBV),
+)
 
 DEFAULT_SCHEDULE = ONE_F_ONE_B.name
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Return the name of every schedule."""
-    return tuple(_BY_NAME)
+    """Return the name of every schedule that can be asked for."""
+    return SCHEDULES.names()
+
+
+def searched_schedules() -> tuple[ScheduleType, ...]:
+    """Return the schedules among which a search chooses; one of a package is only run if it is asked for."""
+    return tuple(SCHEDULES.values())
 
 
 def schedule_type(name: str) -> ScheduleType:
@@ -28,9 +39,10 @@ def schedule_type(name: str) -> ScheduleType:
     Raises:
         PlanError: if there is no such schedule; the message names the nearest ones.
     """
-    if name not in _BY_NAME:
-        raise PlanError(f"schedule={name!r}{not_one_of(name, _BY_NAME)}")
-    return _BY_NAME[name]
+    schedule = SCHEDULES.find(name)
+    if schedule is None:
+        raise PlanError(f"schedule={name!r}{not_one_of(name, SCHEDULES.names())}")
+    return schedule
 
 
 def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -50,6 +62,6 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, num_chun
         if value < 1:
             raise PlanError(f"{size}={value} is not at least 1")
     if num_chunks > 1 and not schedule.takes_chunks:
-        takers = ", ".join(other.name for other in _SCHEDULES if other.takes_chunks)
+        takers = ", ".join(other.name for other in SCHEDULES.values() if other.takes_chunks)
         raise PlanError(f"num_chunks={num_chunks} needs schedule={takers}; use 1 with {name}")
     return schedule.build(num_ranks, num_microbatches, num_chunks)

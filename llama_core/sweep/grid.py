@@ -19,7 +19,7 @@ from llama_core.config.files import read_mapping
 from llama_core.config.names import keys_meant
 from llama_core.config.overrides import Override, parsed_overrides
 from llama_core.config.run import RunConfig, config_keys
-from llama_core.config.section import Section
+from llama_core.config.section import Section, whole_count
 from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.config.validation import message_of
 from llama_core.errors import ConfigError, Problem, ask_for, did_you_mean
@@ -90,6 +90,14 @@ class SweepConfig(Section):
     evaluation/TASK/METRIC (each trains, and this score of its last checkpoint counts, as evaluation/arc_easy/acc)."""
     tokens: int | None = Field(None, ge=1)
     """If a loss or a score ranks the elements, tokens that each trains on; default: the training.steps of each."""
+
+    @field_validator("grid", "exclude", "include")
+    @classmethod
+    def _read_counts(cls, given: Any) -> Any:
+        """Take 4k for 4000 where the run's key is a whole number, so that values are compared as numbers."""
+        if isinstance(given, list):
+            return [_with_counts(settings) for settings in given]
+        return _with_counts(given)
 
     @field_validator("base", mode="before")
     @classmethod
@@ -236,6 +244,19 @@ def _with_overrides(mapping: Mapping[str, Any], overrides: Iterable[Override | s
         for override in parsed:
             override.apply(base)
     return {**mapping, "base": base}
+
+
+def _with_counts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    counts = {known.name for known in RunConfig.known_keys() if known.is_count}
+    read: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in counts:
+            read[key] = value
+        elif isinstance(value, list):
+            read[key] = [whole_count(one) for one in value]
+        else:
+            read[key] = whole_count(value)
+    return read
 
 
 def _dict(value: object) -> dict[str, Any]:

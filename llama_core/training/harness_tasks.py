@@ -7,8 +7,10 @@ import math
 import os
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import datasets
@@ -183,11 +185,21 @@ def _load(manager: TaskManager, name: str, allow_code: bool) -> dict[str, Any]:
         try:
             loaded: dict[str, Any] = manager.load([name])
         except Exception as error:  # of a task's files, and of the libraries that fetch its data
-            raise _cannot_load(name, error) from None
+            raise _cannot_load(name, error, _data_of(manager, name)) from None
     return loaded
 
 
-def _cannot_load(name: str, error: Exception) -> TrainingInfraError:
+def _data_of(manager: TaskManager, name: str) -> str:
+    """Return the data set that a task's file names, and its files, in parentheses; empty for a group."""
+    described = manager.task_index[name].cfg or {}
+    arguments = described.get("dataset_kwargs")
+    files = arguments.get("data_files") if isinstance(arguments, dict) else None
+    parts = [described.get("dataset_path"), described.get("dataset_name"), files]
+    named = ", ".join(safe(str(part)) for part in parts if part)
+    return f" (its data: {named})" if named else ""
+
+
+def _cannot_load(name: str, error: Exception, data: str) -> TrainingInfraError:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -198,15 +210,31 @@ def _cannot_load(name: str, error: Exception) -> TrainingInfraError:
     of_network = kinds & {"huggingface_hub", "httpx", "httpcore", "requests", "urllib3", "aiohttp"}
     if of_network or any(isinstance(one, ConnectionError) for one in causes):
         return HubError(
-            f"the data of task {name!r} cannot be had from the Hub: {_in_words(error)}; go online once, or name a "
-            "folder of tasks with data here: --include-path"
+            f"the data of task {name!r} cannot be had from the Hub: {_in_words(error)}{data}; go online once, or "
+            "name a folder of tasks with data here: --include-path"
         )
-    return DataError(f"task {name!r} cannot be loaded: {_in_words(error)}")
+    return DataError(f"task {name!r} cannot be loaded: {_in_words(error)}{data}")
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
+    """Return an error of a library and, if it was raised from others, the first of these: it says what was wrong."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    because = "" if first is error else f", because of {_in_words(first)}"
     text = safe(str(error).strip())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, KeyError):
+        return f"there is nothing called {text} ({type(error).__name__}){because}"
+    if not text and error.__traceback__ is not None:
+        text = f"raised at {_place(error.__traceback__)}"
+    return f"{type(error).__name__}: {text}{because}"
+
+
+def _place(trace: TracebackType) -> str:
+    """Return the last line of a traceback, as a file of its package and a number: all that a bare error tells."""
+    *_, (frame, line) = traceback.walk_tb(trace)
+    module = frame.f_globals.get("__name__", "")
+    return f"line {line} of {module}"
 
 
 def _set_fewshot(task: Any, asked: int | None, tell: Callable[[str], None]) -> None:

@@ -145,7 +145,8 @@ class RunContents:
     def loss_unit(self) -> str:
         """The unit of the loss in words; empty for an objective that another version knew."""
         name = str(self.setting("training", "objective") or DEFAULT_OBJECTIVE)
-        return OBJECTIVES[name].unit_in_words if name in OBJECTIVES else ""
+        objective = OBJECTIVES.find(name)
+        return "" if objective is None else objective.unit_in_words
 
     def steps_of_part(self, part: str) -> pd.DataFrame:
         """Return ``steps`` with the held-out loss of a named part in place of that of all; of all if it is empty."""

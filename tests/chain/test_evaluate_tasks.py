@@ -227,6 +227,26 @@ def test_what_cannot_be_evaluated_is_one_line(run, tmp_path, capsys, changes, ar
     assert not read_scores(run)
 
 
+UNREADABLE = {
+    "cut off": ('{"question": "a", "choices": ["b"', "because of ArrowInvalid: JSON parse error: "),
+    "no record": ("", "StopIteration: raised at line "),
+    "other columns": ('{"question": 7}\n', "because of CastError: "),
+    "no JSON": ("question,choices\n", "because of ArrowInvalid: JSON parse error: Invalid value"),
+}
+
+
+@pytest.mark.parametrize(("content", "cause"), UNREADABLE.values(), ids=UNREADABLE)
+def test_the_data_that_a_task_cannot_read_are_named_with_the_cause(run, tmp_path, capsys, content, cause):
+    tasks = make_tasks(tmp_path / "tasks", {"mine": CHOICE | {"training_split": "train"}})
+    file = tasks / "test.jsonl"
+    file.write_text(content)
+    assert evaluate(run.path, "--tasks", "mine", "--include-path", tasks) == 2
+    told = capsys.readouterr().err
+    assert cause in told
+    assert str(file) in told
+    assert told.count("\n") == 1
+
+
 def test_code_is_executed_if_it_is_allowed(run, tmp_path):
     tasks = make_tasks(tmp_path / "tasks", {"mine": CHOICE})
     (tasks / "functions.py").write_text("def text(doc):\n    return 'asked by code'\n")

@@ -23,14 +23,17 @@ from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.recorded import refuse_edited
 from llama_core.config.run import RunConfig
 from llama_core.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     EnvironmentMismatchError,
     PlanError,
     RunDirectoryError,
+    StoppedError,
     TrainingFailedError,
     WeightsError,
 )
+from llama_core.launch.jobs.local import LocalJobHandle
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.checks import check_settings
 from llama_core.machine.validate import EnvironmentReport
@@ -622,6 +625,54 @@ def test_a_run_says_where_it_goes_on(tmp_path):
     assert announcements.describe(run) == f"{run.path}: continues after step 7"
 
 
+def checkpoints_of(run, *steps):
+    """Write checkpoints with checksums, and return the file of weights in each."""
+    write_json(run.job, JobRecord("local", "999999999", socket.gethostname(), "2026-01-01T00:00:00+00:00"))
+    written = []
+    for step in steps:
+        save_checkpoint(run, step)
+        written.append(run.checkpoints / checkpoint_name(step) / "__0_0.distcp")
+        written[-1].write_bytes(b"weights")
+        write_json(written[-1].with_name(STATE), {"step": step})
+        write_manifest(written[-1].parent, {})
+    return written
+
+
+DAMAGES = {
+    "another byte": lambda file: file.write_bytes(b"weighty"),
+    "a byte less": lambda file: file.write_bytes(b"weight"),
+    "gone": lambda file: file.unlink(),
+    "no counters": lambda file: file.with_name(STATE).unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_run_goes_on_after_its_newest_intact_checkpoint_and_says_so(tmp_path, capsys, damage):
+    run = prepare_run(config(), tmp_path / "run")
+    *_, newest = checkpoints_of(run, 3, 7, 11)
+    damage(newest)
+    capsys.readouterr()
+    assert announcements.describe(run) == f"{run.path}: continues after step 7"
+    assert re.fullmatch(r"warning +checkpoint step-00000011 is damaged \(.*\); .*\n", capsys.readouterr().out)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_the_way_to_start_over(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    for file in checkpoints_of(run, 3, 7):
+        DAMAGES["another byte"](file)
+    with pytest.raises(CheckpointError, match=r"none of the 2 .* or move them away to start over, and .*--resume$"):
+        announcements.describe(run)
+
+
+def test_a_checkpoint_that_only_the_ranks_will_read_is_not_said_to_be_intact(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    (file,) = checkpoints_of(run, 3)
+    run.config.write_text(load_config(run).with_overrides("launch.launcher=slurm").to_yaml())
+    file.write_bytes(b"weighty")
+    where_it_goes_on = f"{run.path}: continues after step 3, if the ranks find that checkpoint intact"
+    assert announcements.describe(run) == where_it_goes_on
+
+
 def test_a_run_that_only_timed_steps_is_not_finished():
     run = prepare_run(config())
     finish(run)
@@ -726,6 +777,48 @@ def test_a_run_finds_its_data_from_any_directory(tmp_path):
     run = prepare_run(asked)
     assert RunConfig.load(run.config).data.source == str(tmp_path / "texts.jsonl")
     assert prepare_run(asked, resume=True) == run
+
+
+def interrupt(run):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", ["validate", "rehearse", "submit"])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_after_an_interrupt_before_the_job_its_directory_takes_the_same_command_or_another(tmp_path, step, seed):
+    chain = replace(local_steps(config(), tmp_path / "run", resume=False), **{step: interrupt})
+    with pytest.raises(StoppedError, match="the same command starts it"):
+        run_chain(chain)
+    assert load_config(prepare_run(config(seed=seed), tmp_path / "run")).training.seed == seed
+
+
+def test_a_run_with_checkpoints_keeps_its_records_when_it_is_interrupted_before_its_job(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    checkpoints_of(run, 3)
+    chain = replace(local_steps(config(), run.path, resume=True), rehearse=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_chain(chain)
+    with pytest.raises(RunDirectoryError, match="add --resume to continue it"):
+        prepare_run(config(), run.path)
+
+
+def test_a_run_that_was_cancelled_before_its_first_step_may_be_started_again(tmp_path):
+    run = prepare_run(config(), tmp_path / "run")
+    finish(run, "cancelled")
+    assert prepare_run(config(), run.path) == run
+    save_checkpoint(run, 3)
+    with pytest.raises(RunDirectoryError, match="add --resume to continue it"):
+        prepare_run(config(), run.path)
+
+
+def test_a_run_whose_job_is_running_says_how_to_follow_or_stop_it(tmp_path, monkeypatch):
+    run = prepare_run(config(), tmp_path / "a run")
+    record = JobRecord("local", "4711", socket.gethostname(), "2026-01-01T00:00:00+00:00")
+    monkeypatch.setattr(runs, "attach", lambda run: LocalJobHandle(run, record))
+    with pytest.raises(RunDirectoryError) as refusal:
+        prepare_run(config(), run.path)
+    assert "its job is running (process 4711); follow it with: training-infra logs '" in str(refusal.value)
+    assert "--resume" not in str(refusal.value)
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_why_the_run_failed(tmp_path):

@@ -105,6 +105,50 @@ def test_adapters_bring_their_base_and_their_settings(folder, tmp_path):
     assert (config.lora.lora_rank, config.lora.lora_alpha, config.lora.target_modules) == (4, 6, ("q_proj",))
 
 
+EXPERTS = {"num_experts": 4, "moe_layers": 2}
+STRATEGIES = [
+    {"strategy": "standard"},
+    {"strategy": "lora", "lora": {"lora_rank": 4, "target_modules": ["q_proj", "down_proj"]}},
+    {"strategy": "lora", "lora": {"method": "dora"}, "trainable": ["*norm*"]},
+    {"strategy": "moe", "moe": EXPERTS},
+    {"strategy": "hybrid", "moe": EXPERTS, "lora": {"rslora": True}, "trainable": ["norm"]},
+]
+
+
+@pytest.mark.parametrize("trained", STRATEGIES, ids=str)
+@pytest.mark.parametrize("objective", ["next_token", "dpo", "kto"])
+def test_a_run_goes_on_as_what_its_initial_weights_are(tmp_path, trained, objective):
+    before = RunConfig.from_mapping({"model": "tiny_llama3_150m", **trained})
+    (tmp_path / "config.yaml").write_text(before.to_yaml())
+    after = RunConfig.from_mapping({"training": {"objective": objective, "init_from": str(tmp_path)}})
+    assert (after.strategy, after.trainable) == (before.strategy, before.trainable)
+    assert (after.lora, after.moe) == (before.lora, before.moe)
+
+
+def test_a_strategy_that_is_named_is_not_that_of_the_initial_weights(tmp_path):
+    before = RunConfig.from_mapping({"strategy": "lora", "lora": {"lora_rank": 4}, "trainable": ["*norm*"]})
+    (tmp_path / "config.yaml").write_text(before.to_yaml())
+    named = {"strategy": "standard", "training": {"init_from": str(tmp_path)}}
+    assert RunConfig.from_mapping(named).strategy == "standard"
+
+
+@pytest.mark.parametrize(
+    ("base", "strategy"),
+    [({}, "lora"), ({"model_type": "mixtral", "architectures": None, "num_key_value_heads": 2}, "hybrid")],
+)
+def test_a_folder_of_adapters_says_which_strategy_trains_them(folder, tmp_path, base, strategy):
+    described = {"base_model_name_or_path": str(folder(**base)), "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **described}))
+    assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).strategy == strategy
+
+
+def test_the_weights_of_a_run_bring_its_chat_template_unless_another_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_text(RunConfig.from_mapping({"data": {"chat_template": "chatml"}}).to_yaml())
+    settings = {"training": {"init_from": str(tmp_path)}}
+    assert RunConfig.from_mapping(settings).data.chat_template == "chatml"
+    assert RunConfig.from_mapping(settings | {"data": {"chat_template": "llama2"}}).data.chat_template == "llama2"
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "adapter_config.json"])
 @pytest.mark.parametrize("text", ["[1]", "{", ""])
 def test_a_damaged_file_brings_nothing(tmp_path, name, text):

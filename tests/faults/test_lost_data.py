@@ -88,7 +88,7 @@ def test_a_run_whose_token_cache_is_cut_short_names_that_and_builds_it_again(own
 def test_a_second_run_in_a_directory_is_refused_and_the_first_is_unharmed(own, undisturbed, promise):
     def start_more():
         config = load_config(own.run)
-        with pytest.raises(RunDirectoryError, match="already holds this run; add --resume to continue it"):
+        with pytest.raises(RunDirectoryError, match="already holds this run, and its job is running"):
             prepare_run(config, own.run.path)
         with pytest.raises(RunDirectoryError, match="holds a run of another configuration"):
             prepare_run(config.with_overrides("training.seed=7"), own.run.path)

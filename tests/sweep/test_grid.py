@@ -73,6 +73,14 @@ def test_only_excluded_elements_are_missing(grid, data):
     assert kept == [element for element in every if element not in unwanted]
 
 
+def test_a_grid_spells_counts_with_suffixes_and_compares_them_as_numbers():
+    grid = {"training.seq_len": ["1Ki", 2048], "parallel.tp": [1, 2]}
+    spelled = sweep(
+        grid, exclude=[{"training.seq_len": "2Ki"}], include=[{"training.seq_len": "4Ki", "parallel.tp": 1}]
+    )
+    assert [element.settings["training.seq_len"] for element in spelled.elements()] == [1024, 1024, 4096]
+
+
 def test_excluding_part_of_a_combination_excludes_every_element_that_shares_it():
     grid = {"parallel.tp": [1, 2], "parallel.microbatch_size": [1, 2]}
     kept = sweep(grid, exclude=[{"parallel.tp": 2}]).elements()

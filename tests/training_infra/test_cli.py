@@ -396,7 +396,11 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["train", "--batchsize", "3"],
             ["error: unrecognized arguments: --batchsize 3; did you mean '--batch-size' or '--microbatch-size'?"],
         ),
-        (["trian"], ["error: argument COMMAND: invalid choice: 'trian'"]),
+        (["trian"], ["error: trian is no command; did you mean 'train'?"]),
+        (["comprae", "a", "b"], ["error: comprae is no command; did you mean 'compare'?"]),
+        (["validate"], ["error: validate is no command; did you mean 'validate-environment'?"]),
+        (["serve"], ["error: serve is no command; see training-infra --help"]),
+        (["evaluate", "x", "--device", "cuad"], ["error: argument --device: invalid choice: 'cuad' (choose from "]),
         (["dpo"], ["error: dpo is no command; `training-infra train --objective dpo"]),
         (["train", "--best"], ["error: unrecognized arguments: --best; --step best of generate and export-hf takes"]),
         (
@@ -450,6 +454,10 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["error: argument --step: 'bst' is neither a step nor"],
         ),
         (["decay", "nowhere", "--steps", "5", "--out", "there"], ["error: nowhere holds no run"]),
+        (
+            ["generate", "nowhere", "--prompt", "a", "--max-new-tokens", "1.5"],
+            ["error: argument --max-new-tokens: '1.5' is not a whole number, such as 4096, 128k or 1e6"],
+        ),
         (["export-hf", "nowhere"], ["error: the following arguments are required: --out"]),
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
@@ -482,6 +490,30 @@ def test_the_process_of_a_wrong_request_exits_with_its_code_and_with_debug_shows
     ended = process("train", "--model", "lama3_8b")
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False)
     assert "Traceback" in process("train", "--model", "lama3_8b", "--debug").stderr
+
+
+def test_a_suffix_of_a_count_is_explained_where_it_is_used(shell):
+    ended = shell("estimate-memory", "--model", "tiny_llama3_50m", "--seq-len", "1k", "--set", "training.steps=3Ki")
+    assert ended.returncode == 0, ended.stderr
+    assert "sequence length 1000\n" in ended.stdout
+    assert ended.stderr.splitlines() == [
+        "note: training.seq_len=1k is 1,000; k is 1,000 and Ki is 1,024",
+        "note: training.steps=3Ki is 3,072; k is 1,000 and Ki is 1,024",
+    ]
+
+
+def test_the_package_is_the_command_and_takes_no_module_of_the_current_folder(tmp_path):
+    (tmp_path / "yaml.py").write_text("raise SystemExit('of the folder')\n")
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, "-m", "training_infra", "trian"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (2, "error: trian is no command; did you mean 'train'?\n")
 
 
 def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):

@@ -159,6 +159,7 @@ def test_the_commands_from_a_base_to_a_tuned_model_do_what_the_page_says(folder)
         said.append(done.stdout)
     _, preferences, losses, _, _ = said
     assert "24 pairs" in preferences
+    assert ", whose adapters are trained on (strategy=lora)\n" in preferences
     assert [line.split("  ")[:2] for line in losses.splitlines()] == [["step 2", "chats"], ["step 4", "chats"]]
     steps = read_metrics(RunDirectory(folder / "runs" / "dpo"))
     assert steps.column("loss")[0].as_py() == pytest.approx(math.log(2), abs=1e-3), "of equal rewards"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.hugging_face import DTYPES
-from llama_core.units import parse_count
+from llama_core.units import parse_count, parse_whole_count
 from training_infra.flags import LONG_NAMES, Flag
 from training_infra.parser import Parser
 
@@ -55,6 +55,14 @@ def _count(text: str) -> float:
         return parse_count(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 15T, 200B or 1e9") from None
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number of the command line, such as 4096, 128k or 1e6."""
+    try:
+        return parse_whole_count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, such as 4096, 128k or 1e6") from None
 
 
 RUN_DIR = Argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")

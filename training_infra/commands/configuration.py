@@ -1,16 +1,19 @@
 """The configuration that a command line asks for."""
 
 import argparse
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llama_core.config.overrides import Override
+from llama_core.config.overrides import Override, parsed_overrides
 from llama_core.config.recorded import load_recorded
 from llama_core.config.run import RunConfig
+from llama_core.config.section import whole_count
 from llama_core.config.settings import DATALOADER
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
 from training_infra.flags import Flag
+from training_infra.lines import print_line
 
 FlagValue = str | int | float | list[str]
 
@@ -25,6 +28,7 @@ def requested_config(options: argparse.Namespace) -> RunConfig:
     overrides = [*(Override(flag.key, value) for flag, value in flags.items()), *options.overrides]
     file = _file(options)
     config = RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
+    _say_counts(overrides)
     if config.launch.is_here:
         for flag in flags:
             if flag.key.startswith("launch.slurm."):
@@ -54,6 +58,18 @@ def _flags_given(options: argparse.Namespace) -> Iterator[tuple[Flag, FlagValue]
             yield flag, known[flag.key].value_of(flag.long_names.get(given, given))
         elif given is not None:  # texts, or the constant of a flag without a value
             yield flag, given
+
+
+def _say_counts(overrides: Iterable[Override | str]) -> None:
+    """Print the number that a suffix stands for: people mean 1,000 or 1,024 by k."""
+    known = {key.name: key for key in RunConfig.known_keys()}
+    for override in parsed_overrides(overrides)[0]:
+        written = override.value
+        key = known.get(override.key)
+        if key is None or not key.is_count or not isinstance(written, str):
+            continue
+        if isinstance(number := whole_count(written), int):  # not auto
+            print_line(f"note: {override.key}={written} is {number:,}; k is 1,000 and Ki is 1,024", file=sys.stderr)
 
 
 def _file(options: argparse.Namespace) -> Path | None:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from llama_core.records.directory import RunDirectory, command_to_resume
-from training_infra.commands.command import RUN_DIR, STEP, Argument, Command
+from training_infra.commands.command import RUN_DIR, STEP, Argument, Command, whole_number
 
 
 def _decay(options: argparse.Namespace) -> None:
@@ -25,7 +25,7 @@ DECAY = Command(
     examples=("runs/mine --steps 2000 --out runs/decayed", "runs/mine --step 8000 --steps 500 --out runs/at-8000"),
     arguments=(
         RUN_DIR,
-        Argument("--steps", type=int, metavar="2000", required=True, help="steps of the decay"),
+        Argument("--steps", type=whole_number, metavar="2000", required=True, help="steps of the decay"),
         STEP,
         Argument("--out", type=Path, metavar="runs/decayed", required=True, help="the branch's folder; new or empty"),
     ),

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, cast
 
 from llama_core.errors import ConfigError
-from training_infra.commands.command import DEVICE, DTYPE, SOURCE, TOKENIZER, Argument, Command
+from training_infra.commands.command import DEVICE, DTYPE, SOURCE, TOKENIZER, Argument, Command, whole_number
 from training_infra.lines import ProgressLine, print_json, print_line
 
 if TYPE_CHECKING:
@@ -164,16 +164,29 @@ EVALUATE = Command(
         ),
         Argument(
             "--sequences",
-            type=int,
+            type=whole_number,
             metavar="256",
             help="most sequences of each, spread evenly; 0: all; default: those of an evaluation in training",
         ),
-        Argument("--seq-len", type=int, metavar="2048", help="tokens per sequence; default: the run's or the model's"),
+        Argument(
+            "--seq-len",
+            type=whole_number,
+            metavar="2048",
+            help="tokens per sequence; default: the run's or the model's",
+        ),
         Argument("--tasks", nargs="+", metavar="TASK", help="tasks of lm-evaluation-harness instead of data"),
         Argument("--include-path", metavar="DIR", help="a folder with the YAML files of further tasks"),
-        Argument("--limit", type=int, metavar="200", help="most questions of each task, the first ones; default: all"),
         Argument(
-            "--num-fewshot", type=int, metavar="5", help="solved examples before each question; default: the task's"
+            "--limit",
+            type=whole_number,
+            metavar="200",
+            help="most questions of each task, the first ones; default: all",
+        ),
+        Argument(
+            "--num-fewshot",
+            type=whole_number,
+            metavar="5",
+            help="solved examples before each question; default: the task's",
         ),
         Argument("--chat", action="store_true", help="ask in the chat template, with solved examples as turns"),
         Argument("--system", metavar="TEXT", help="the system prompt, with --chat"),
@@ -182,24 +195,24 @@ EVALUATE = Command(
             action="store_true",
             help="execute Python code that comes with a task, or that the model writes for one",
         ),
-        Argument("--gpus", type=int, default=1, metavar="4", help="devices that share the work; default: 1"),
+        Argument("--gpus", type=whole_number, default=1, metavar="4", help="devices that share the work; default: 1"),
         Argument(
             "--tensor-parallel",
-            type=int,
+            type=whole_number,
             default=1,
             metavar="2",
             help="devices among them that divide the matrices of each copy of the model; default: 1",
         ),
         Argument(
             "--pipeline-parallel",
-            type=int,
+            type=whole_number,
             default=1,
             metavar="2",
             help="devices among them that divide the layers of each copy; default: 1",
         ),
         Argument(
             "--nodes",
-            type=int,
+            type=whole_number,
             default=1,
             metavar="2",
             help="nodes of the Slurm job around this command that have the devices; default: this machine",

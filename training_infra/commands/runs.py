@@ -10,7 +10,7 @@ from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import Outcome
 from llama_core.records.owners import other_owner
-from training_infra.commands.command import RUN_DIR, Argument, Command
+from training_infra.commands.command import RUN_DIR, Argument, Command, whole_number
 from training_infra.lines import print_json, print_line
 from training_infra.tables import print_diagnosis, print_runs
 
@@ -53,7 +53,13 @@ LOGS = Command(
         RUN_DIR,
         Argument("--follow", action="store_true", help="keep printing until the run's job ends"),
         Argument("--rank", type=int, metavar="3", help="only this rank"),
-        Argument("--lines", type=int, default=10, metavar="50", help="start with each rank's last lines; default: 10"),
+        Argument(
+            "--lines",
+            type=whole_number,
+            default=10,
+            metavar="50",
+            help="start with each rank's last lines; default: 10",
+        ),
     ),
 )
 

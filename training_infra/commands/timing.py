@@ -12,7 +12,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import atomic_write
-from training_infra.commands.command import FAIL_ON_REGRESSION, NEW_RUN_DIR, RESUME, Argument, Command
+from training_infra.commands.command import FAIL_ON_REGRESSION, NEW_RUN_DIR, RESUME, Argument, Command, whole_number
 from training_infra.commands.configuration import requested_config
 from training_infra.flags import FLAGS
 from training_infra.lines import print_json
@@ -86,7 +86,7 @@ BENCHMARK = Command(
         RESUME,
         Argument(
             "--batch-sizes",
-            type=int,
+            type=whole_number,
             nargs="+",
             metavar="8",
             help="compare these: measured if this machine or Slurm has the devices, else predicted; --run-dir is then "

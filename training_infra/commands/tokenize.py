@@ -2,7 +2,7 @@
 
 import argparse
 
-from training_infra.commands.command import Argument, Command
+from training_infra.commands.command import Argument, Command, whole_number
 from training_infra.commands.configuration import requested_config
 from training_infra.flags import FLAGS
 from training_infra.lines import print_json
@@ -31,7 +31,7 @@ TOKENIZE = Command(
     arguments=(
         Argument(
             "--workers",
-            type=int,
+            type=whole_number,
             metavar="32",
             help="processes on this machine, or elements of the job array; default: the cores of this machine, or 16 "
             "elements",

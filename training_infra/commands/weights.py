@@ -7,7 +7,17 @@ from pathlib import Path
 
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
-from training_infra.commands.command import DEVICE, DTYPE, RUN_DIR, SOURCE, STEP, TOKENIZER, Argument, Command
+from training_infra.commands.command import (
+    DEVICE,
+    DTYPE,
+    RUN_DIR,
+    SOURCE,
+    STEP,
+    TOKENIZER,
+    Argument,
+    Command,
+    whole_number,
+)
 from training_infra.conversation import converse
 from training_infra.lines import print_line, print_pieces
 
@@ -67,9 +77,11 @@ GENERATE = Command(
             "standard input is no terminal, each of its lines is a message",
         ),
         Argument("--system", metavar='"Be brief."', help="with --chat: the system prompt, which comes first"),
-        Argument("--max-new-tokens", type=int, metavar="64", default=128, help="most new tokens; default: 128"),
+        Argument(
+            "--max-new-tokens", type=whole_number, metavar="64", default=128, help="most new tokens; default: 128"
+        ),
         Argument("--temperature", type=float, metavar="0.8", default=0.0, help="draw tokens if above 0; default: 0"),
-        Argument("--top-k", type=int, metavar="50", help="draw from this many of the likeliest tokens"),
+        Argument("--top-k", type=whole_number, metavar="50", help="draw from this many of the likeliest tokens"),
         Argument(
             "--top-p",
             type=float,

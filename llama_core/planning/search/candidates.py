@@ -19,7 +19,7 @@ from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import MOST_MICROBATCHES, Offload, RecomputeMode, RunConfig, ZeroStage
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.degrees import Degrees
-from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_names, schedule_type
+from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type, searched_schedules
 from llama_core.schedules.traits import ScheduleType
 
 CHUNKS = (2, 4)
@@ -188,7 +188,7 @@ class Candidates:
         count = max(counts)
         if pp == 1:
             return [Order(DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule, self._chunks or 1)]
-        kinds = map(schedule_type, schedule_names()) if asked.schedule == "auto" else [schedule_type(asked.schedule)]
+        kinds = searched_schedules() if asked.schedule == "auto" else [schedule_type(asked.schedule)]
         return [
             order
             for kind in kinds

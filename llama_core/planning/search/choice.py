@@ -13,7 +13,7 @@ from llama_core.planning.search.candidates import Shape, Variant
 from llama_core.planning.search.leanest import leanest_plan
 from llama_core.planning.search.search import CLOSE, Option, Search
 from llama_core.planning.time.step_time import StepTime
-from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_names, schedule_type
+from llama_core.schedules.registry import DEFAULT_SCHEDULE, searched_schedules
 from llama_core.units import format_bytes
 
 MAX_RUNNERS_UP = 4
@@ -286,7 +286,7 @@ def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str
     plan = pipeline.plan
     shape = pipeline.variant.shape
     reasons: dict[str, list[str]] = {}
-    for kind in map(schedule_type, schedule_names()):
+    for kind in searched_schedules():
         reason = search.candidates.refusal(kind, shape, plan.num_microbatches, plan.recompute)
         variants = [v for v in search.bounded if v.shape == shape and v.order.schedule == kind.name]
         if reason is None and all(search.closer(variant) is None for variant in variants):
