@@ -82,14 +82,14 @@ def run_chain(steps: Steps, *, detach: bool = False) -> RunDirectory:
     """
     run = steps.prepare()
     try:
-        return _run_prepared(run, steps)
+        return _run_prepared(run, steps, detach=detach)
     except KeyboardInterrupt:
         if record_interruption(run):
             raise StoppedError("stopped before the run began; the same command starts it") from None
         raise
 
 
-def _run_prepared(run: RunDirectory, steps: Steps) -> RunDirectory:
+def _run_prepared(run: RunDirectory, steps: Steps, *, detach: bool) -> RunDirectory:
     say_hub(run)
     say_packages(run)
     say_weights(run)

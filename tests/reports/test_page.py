@@ -148,7 +148,6 @@ def test_headline_numbers_match_the_records(run):
 
 def test_a_machine_that_was_shared_is_told_beside_what_was_timed(run):
     shared = "In the timed steps, threads waited for a core 112% of the time: the machine was shared."
-    run.config.write_text(RunConfig.load(run.config, ["launch.device=cpu"]).to_yaml())
     assert "waited for a core" not in report(run).text
     timed = replace(BENCHMARK, num_threads=2, waiting_threads=2.24, mfu=2.27)
     write_json(run.benchmark, timed)

@@ -223,8 +223,8 @@ def test_a_machine_without_slurm_is_refused_before_anything_is_submitted(monkeyp
         (
             (4.0, 4.0, 4.0),
             0.5,
-            "not told apart from the next (microbatch size 2): the machine was shared: threads waited for a core 25% "
-            "of the time",
+            "not told apart from the next (microbatch size 2): threads waited for a core 25% of the time: "
+            "the machine was shared",
         ),
     ],
 )
