@@ -20,7 +20,6 @@ from llama_core.chain.steps import estimate
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RunDirectoryError
-from llama_core.hub import repository_in_cache
 from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
@@ -106,8 +105,7 @@ def say_hub(run: RunDirectory) -> None:
 def say_model(run: RunDirectory) -> None:
     """Print the run's model, its size, and its tokenizer."""
     config = load_config(run)
-    model = repository_in_cache(Path(config.model)) or config.model
-    told = f"{model}: {format_count(config.spec.num_parameters)} parameters"
+    told = f"{config.model_in_words}: {format_count(config.spec.num_parameters)} parameters"
     if config.data.source != DATALOADER:  # its batches are tokens already
         told += f"; tokenizer: {config.data.tokenizer}"
     say("model", told)
