@@ -45,6 +45,8 @@ _BESIDE_TOKENIZER = (
     "merges.txt",
 )
 """Files that may accompany a ``tokenizer.json``."""
+_NAMED = ("bos_token", "eos_token", "unk_token")
+"""Special tokens of a ``tokenizer.model``."""
 _WRITING = ".writing"
 _ABANDONED_AFTER_SECONDS = 60
 """Age from which an unlocked folder is known to be left over, and not one that is about to be locked."""
@@ -285,7 +287,8 @@ def _write_bos(tokenizer: HuggingFaceTokenizer, folder: Path, *, is_forced: bool
         content = json.loads(described.read_bytes())
         described.write_text(json.dumps(content | {"post_processor": tokenizer.post_processor}, ensure_ascii=False))
     elif not described.exists() and (is_forced or not config.exists()):
-        usual = {"tokenizer_class": "PreTrainedTokenizerFast"} | dict(tokenizer.named_tokens)
+        named = {name: tokenizer.named_tokens[name] for name in _NAMED if name in tokenizer.named_tokens}
+        usual = {"tokenizer_class": "PreTrainedTokenizerFast"} | named
         said = json.loads(config.read_bytes()) if config.exists() else usual
         _write_json(config, said | {"add_bos_token": tokenizer.bos_id in tokenizer.before})
 

@@ -28,7 +28,7 @@ from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.statistics import DataStatistics
-from llama_core.data.tokenizer import difference, load_tokenizer
+from llama_core.data.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
 from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
@@ -141,7 +141,7 @@ def _write(
         temporary.write_text(with_keys(planned.config, training=sizes).to_yaml())
     write_json(run.plan, planned.plan.as_dict())
     write_json(run.estimate, planned.estimate.as_dict())
-    _keep_generation_config(run, planned.config.training.init_from)
+    _keep_generation_config(run, planned.config)
     if planned.choice is not None:
         write_json(run.choice, planned.choice.as_dict())
     if statistics is not None:
@@ -158,12 +158,16 @@ def _is_extended(run: RunDirectory, training: TrainingConfig) -> bool:
     return ended_early and before.patience != training.patience
 
 
-def _keep_generation_config(run: RunDirectory, init_from: str | None) -> None:
+def _keep_generation_config(run: RunDirectory, config: RunConfig) -> None:
     """Write how the initial weights generate, for exports: once the run has a checkpoint, they may be gone."""
-    if init_from is None or run.generation_config.exists():
+    if config.training.init_from is None or run.generation_config.exists():
         return
-    source = Path(init_from)
-    if generation := with_ends(generation_config(source), _learnt_ends(source)):
+    source = Path(config.training.init_from)
+    generation = with_ends(generation_config(source), _learnt_ends(source))
+    tokenizers = _own_and_brought(config, source)
+    if tokenizers is not None and num_moved_tokens(*tokenizers):  # its ids are other tokens now
+        generation = {key: value for key, value in generation.items() if not key.endswith("_token_id")}
+    if generation:
         write_json(run.generation_config, generation)
 
 
@@ -218,20 +222,28 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
 
 def _other_tokenizer(config: RunConfig, source: Path) -> list[str]:
     """Return a sentence if a run gives the tokens of its initial weights other ids."""
+    tokenizers = _own_and_brought(config, source)
+    if tokenizers is None or not (found := difference(*tokenizers)):
+        return []
+    if num_moved_tokens(*tokenizers):
+        found += ", so its end tokens are not kept"
+    own = tokenizers[1].name
+    return [
+        f"data.tokenizer={config.data.tokenizer} is not the tokenizer that {source} has learnt with: {found}; use "
+        f"{'its own' if own == str(source) else own}, or ignore this if it is intended"
+    ]
+
+
+def _own_and_brought(config: RunConfig, source: Path) -> tuple[Tokenizer, Tokenizer] | None:
+    """Return the tokenizers of a run and of its initial weights; None if one of them is unknown."""
     brought = settings_of_weights(str(source)).get("data")
     if brought is None or config.data.source == DATALOADER:
-        return []
-    own = brought["tokenizer"]
+        return None
     try:
-        found = difference(load_tokenizer(config.data.tokenizer), load_tokenizer(own))
+        return load_tokenizer(config.data.tokenizer), load_tokenizer(brought["tokenizer"])
     except DataError as error:  # the run's own is refused where the data are read
-        found = f"they cannot be compared: {error}"
-    if not found:
-        return []
-    return [
-        f"data.tokenizer={config.data.tokenizer} is another than {own}, with which {source} has learnt: {found}; "
-        "ignore this if it is intended"
-    ]
+        say("note", f"the tokenizer of {source} cannot be compared with data.tokenizer: {error}")
+        return None
 
 
 def _needs_initial_weights(config: RunConfig, run: RunDirectory | None) -> bool:

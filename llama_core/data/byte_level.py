@@ -1,18 +1,11 @@
 """The byte tokenizer as files that Hugging Face's libraries open: a byte-level BPE without merges."""
 
 import json
-from itertools import count
 from pathlib import Path
 
-from llama_core.data.tokenizer import LLAMA_BOS_TOKENS, LLAMA_EOS_TOKENS, ByteTokenizer
+from llama_core.data.tokenizer import LLAMA_BOS_TOKENS, LLAMA_EOS_TOKENS, ByteTokenizer, byte_symbols
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
-
-_SHOWN_AS_THEMSELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""The bytes that a byte-level BPE writes as the character of their number; the others follow from 0x100 on.
-
-Source: ``bytes_to_unicode`` in src/encoder.py of github.com/openai/gpt-2.
-"""
 
 
 def write_byte_tokenizer(folder: Path, *, adds_bos: bool = True) -> None:
@@ -35,7 +28,7 @@ def write_byte_tokenizer(folder: Path, *, adds_bos: bool = True) -> None:
         ) from None
     bos = LLAMA_BOS_TOKENS[0]
     eos = LLAMA_EOS_TOKENS[0]
-    tokenizer = Tokenizer(models.BPE(_byte_symbols(), merges=[]))
+    tokenizer = Tokenizer(models.BPE(byte_symbols(), merges=[]))
     tokenizer.add_special_tokens([bos, eos])  # 256 and 257, which follow the bytes
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,9 +46,3 @@ def write_byte_tokenizer(folder: Path, *, adds_bos: bool = True) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _byte_symbols() -> dict[str, int]:
-    """Return the number of each byte by the character that stands for it."""
-    others = count(0x100)
-    return {chr(byte if byte in _SHOWN_AS_THEMSELVES else next(others)): byte for byte in range(0x100)}

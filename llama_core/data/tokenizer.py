@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,13 @@ LLAMA_BOS_TOKENS = ("<s>", "<|begin_of_text|>")  # Llama 1 and 2, then Llama 3
 LLAMA_EOS_TOKENS = ("</s>", "<|end_of_text|>")
 _TOOL_TEMPLATE = "tool_use"
 """The name of a tokenizer's chat template for conversations with tools, if it has one of its own for them."""
+_SHOWN_AS_THEMSELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""The bytes that a byte-level BPE writes as the character of their number; the others follow from 0x100 on.
+
+Source: ``bytes_to_unicode`` in src/encoder.py of github.com/openai/gpt-2.
+"""
+_PROBES = ("The fox; 12,345 of 6.7\n\n\tx = y", "  two  spaces ", "é漢☕ ﬁ e\u0301", "<s>a</s> b")
+"""Texts that tokenizers cut otherwise if they have other rules."""
 _REPLACEMENT = "\ufffd"
 """Ends the text of tokens whose last character is incomplete."""
 
@@ -120,6 +128,12 @@ class Tokenizer(Protocol):
         """Return the text of ``ids``, without special tokens."""
 
 
+def byte_symbols() -> dict[str, int]:
+    """Return the number of each byte by the character that stands for it."""
+    others = count(0x100)
+    return {chr(byte if byte in _SHOWN_AS_THEMSELVES else next(others)): byte for byte in range(0x100)}
+
+
 class ByteTokenizer:
     """UTF-8 bytes as ids 0 to 255, then BOS and EOS. The markers of a conversation are ordinary bytes.
 
@@ -132,7 +146,7 @@ class ByteTokenizer:
     bos_id = 256
     eos_id = 257
     after = (eos_id,)
-    vocabulary: Mapping[str, int] = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary: Mapping[str, int] = byte_symbols() | {LLAMA_BOS_TOKENS[0]: bos_id, LLAMA_EOS_TOKENS[0]: eos_id}
     special_ids = frozenset[int]()
     beyond: Mapping[int, str] = {}
     named_tokens: Mapping[str, str] = {"bos_token": LLAMA_BOS_TOKENS[0], "eos_token": LLAMA_EOS_TOKENS[0]}
@@ -429,12 +443,18 @@ def difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
     """Return what a tokenizer changes of the ids that ``other`` gives, for a sentence; empty if they are the same."""
     if tokenizer.fingerprint == other.fingerprint:
         return ""
-    own = tokenizer.vocabulary
-    num_moved = sum(own.get(token) != index for token, index in other.vocabulary.items())
-    if num_moved:
+    if num_moved := num_moved_tokens(tokenizer, other):
         return f"{num_moved:,} of {len(other.vocabulary):,} tokens have other ids or none"
-    num_more = len(own) - len(other.vocabulary)
-    return f"it has {num_more:,} more" if num_more else "the tokens are the same, but a text is cut otherwise"
+    num_more = len(tokenizer.vocabulary) - len(other.vocabulary)
+    if num_more:
+        return f"it has {num_more:,} more"
+    is_same = all(tokenizer.encode_input(text) == other.encode_input(text) for text in _PROBES)
+    return "" if is_same else "the tokens are the same, but a text is cut otherwise"
+
+
+def num_moved_tokens(tokenizer: Tokenizer, other: Tokenizer) -> int:
+    """Return how many tokens of ``other`` have another id in a tokenizer, or none."""
+    return sum(tokenizer.vocabulary.get(token) != index for token, index in other.vocabulary.items())
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:

@@ -375,10 +375,13 @@ def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, ex
         shutil.copy(file, base)
     data = {"tokenizer": str(own) if named == "special" else named} if named else {}
     training = {"init_from": str(base), "batch_size": 1, "seq_len": 32}
-    told = check_initial_weights(RunConfig.from_mapping({"training": training, "data": data}))
-    assert [f"data.tokenizer=bytes is another than {base}, with which" in line for line in told] == [True] * (
-        named == "bytes"
-    )
+    given = {"training": training | {"steps": 1}, "data": data, "launch": {"device": "cpu"}}
+    told = check_initial_weights(RunConfig.from_mapping(given))
+    kept = prepare_run(RunConfig.from_mapping(given), tmp_path / "run").generation_config
+    assert kept.exists() is (named != "bytes"), "ids of another tokenizer are not kept"
+    assert [f"data.tokenizer=bytes is not the tokenizer that {base} has learnt with: 2" in line for line in told] == [
+        True
+    ] * (named == "bytes")
 
 
 def test_an_export_tells_the_end_of_a_turn_that_is_several_tokens(tmp_path):

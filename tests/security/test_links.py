@@ -1,5 +1,6 @@
 """A run or a folder of weights may hold links to a reader's private files: none is followed, so none gets around."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -174,7 +175,7 @@ def exported(folder, out):
 
 
 def test_an_export_holds_no_file_that_a_link_of_its_tokenizer_leads_to(tmp_path):
-    (tmp_path / "id_ed25519").write_text(f"BEGIN\n{PRIVATE}\nEND\n")
+    (tmp_path / "id_ed25519").write_text(json.dumps({"note": PRIVATE, "hf_token": PRIVATE}))
     folder = tmp_path / "theirs"
     folder.mkdir()
     (folder / "tokenizer.json").write_text(TOKENIZER)
@@ -182,6 +183,7 @@ def test_an_export_holds_no_file_that_a_link_of_its_tokenizer_leads_to(tmp_path)
         (folder / name).symlink_to(tmp_path / "id_ed25519")
     files, told = exported(folder, tmp_path / "out")
     assert set(files) == {"tokenizer.json", "tokenizer_config.json"}
+    assert PRIVATE not in "".join(files.values())
     assert f"left out special_tokens_map.json: it is a link to {tmp_path / 'id_ed25519'}" in told
 
 
