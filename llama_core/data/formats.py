@@ -490,6 +490,7 @@ def _read_pair(record: Record) -> Pair:
     if isinstance(record.get(field), str) and begin_alike(chosen, rejected):
         if not any(_is_text(message, asked[-1]["content"]) for message in chosen):
             record.ignore(field)
+        record.ignore("history")
         asked = []  # the prompt once more, beside conversations that begin with it
     system = _system_before(record, asked or chosen)
     pair = pair_of_messages([*system, *asked], chosen, rejected)

@@ -77,6 +77,14 @@ def test_held_out_sources_are_tokenised_too(config, corpus, tmp_path):
     assert (made.num_shards, made.num_new_shards) == (NUM_FILES, NUM_FILES)
 
 
+def test_of_a_folder_that_is_both_each_file_is_tokenised_for_its_purpose(config, corpus):
+    (corpus / "0.jsonl").rename(corpus / "test.jsonl")
+    made = tokenize(config.with_overrides(f"data.validation={corpus}"), 2)
+    assert (made.num_new_shards, made.num_documents) == (NUM_FILES, 50 * NUM_FILES)
+    alone = tokenize(config.with_overrides("data.validation_fraction=0"), 2)
+    assert (alone.num_new_shards, alone.num_documents) == (0, 50 * (NUM_FILES - 1))
+
+
 def test_a_file_that_cannot_be_read_is_one_line_and_the_other_shards_are_kept(config, corpus):
     (corpus / "9.json").write_text("[1, ")
     with pytest.raises(DataError, match=r"9\.json:1 .*invalid JSON") as refused:

@@ -173,11 +173,15 @@ def test_system_prompt_history_and_question_come_before_both_answers(tmp_path):
     [
         ({"prompt": asked(1), "question": "Another?"}, "'question' (1)"),
         ({"prompt": asked(1), "score_chosen": 9.5, "source": "x"}, "'score_chosen' (1), 'source' (1)"),
+        (
+            {"prompt": "?", "history": [["a", "b"]]} | {"chosen": say("?", "yes"), "rejected": say("?", "no")},
+            "'history' (1)",
+        ),
         ({"question": asked(1), "input": "more", "instruction": "less"}, "'input' (1), 'instruction' (1)"),
     ],
 )
 def test_what_a_pair_has_beside_its_prompt_and_answers_is_named(tmp_path, more, named):
-    source = write(tmp_path / "a.jsonl", [more | {"chosen": "yes", "rejected": "no"}])
+    source = write(tmp_path / "a.jsonl", [{"chosen": "yes", "rejected": "no"} | more])
     assert f"{source}: fields that are not used: {named}" in load(tmp_path, source).statistics.notes
 
 
