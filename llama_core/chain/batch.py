@@ -42,7 +42,8 @@ def batch_line(config: RunConfig, data: Mapping[str, Any]) -> str:
 def _steps(config: RunConfig, data: Mapping[str, Any]) -> list[str]:
     """Return the number of steps, and of epochs, as far as they are known."""
     training = config.training
-    if config.stages or config.data.sources or not data:  # the steps are given, and an epoch is one of each source
+    has_epochs = not (config.stages or config.data.sources)  # else an epoch is one of each source, and steps are given
+    if not has_epochs or not data.get("num_sequences"):
         return [] if training.steps is None else [_counted(training.steps, "step")]
     an_epoch = data["num_sequences"] / config.first_batch_size
     steps = training.total_steps(an_epoch)
@@ -52,7 +53,8 @@ def _steps(config: RunConfig, data: Mapping[str, Any]) -> list[str]:
 def _unit_in_rows(data: Mapping[str, Any]) -> str:
     """Return what sequences hold whole; empty if documents are cut, or the data are unknown."""
     unit = str(data.get("unit", DOCUMENTS))
-    return "" if unit == DOCUMENTS or not data["num_sequences"] else unit
+    is_known = bool(data.get("num_sequences")) and "num_documents" in data  # another version's record may lack them
+    return unit if is_known and unit != DOCUMENTS else ""
 
 
 def _counted(number: int, one: str) -> str:

@@ -75,12 +75,12 @@ def _loss(objective: Objective, training: TrainingSummary) -> Quality | None:
     if summary.eval_loss is None:
         return None
     rows = summary.eval_rows
-    tokens = f"{format_count(summary.eval_tokens)} held-out tokens"
+    counted = f"{format_count(summary.eval_tokens)} held-out {summary.counted}"
     return Quality(
         value=summary.eval_loss,
         higher_is_better=False,
         standard_error=rows.standard_error if rows else None,
-        sample=f"{len(rows.counts)} rows, {tokens}" if rows else tokens,
+        sample=f"{len(rows.counts)} rows, {counted}" if rows else counted,
         rows=rows,
     )
 

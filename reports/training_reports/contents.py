@@ -305,6 +305,8 @@ class _Data:
     notes: tuple[str, ...]
     num_documents: int = 0
     num_tokens: int = 0
+    num_sequences: int = 0
+    unit: str = ""
     num_validation_documents: int = 0
     num_validation_tokens: int = 0
     bad_lines: Mapping[str, int] = dataclasses.field(default_factory=dict)

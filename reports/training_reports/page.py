@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from llama_core.chain.batch import global_batch
+from llama_core.chain.batch import batch_line, global_batch
 from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER
@@ -200,6 +200,8 @@ def _data(contents: RunContents) -> list[tuple[str, object]]:
     for what, (trained, held_out) in counts.items():
         if {trained, held_out} <= data.keys():
             rows.append((what, f"{data[trained]:,} to train on, {data[held_out]:,} held out"))
+    if contents.run_config is not None:
+        rows.append(("Batch", batch_line(contents.run_config, data)))
     if "bad_lines" in data:
         bad = data["bad_lines"]
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in bad.items())

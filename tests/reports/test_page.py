@@ -209,6 +209,7 @@ def test_a_run_on_answers_is_told_in_answers_first_of_all(tmp_path, objective, u
     assert f"Data sample, 120 {words}, 65.00K tokens" in page.text
     assert f"Global batch 8 sequences, about 20 {words}" in page.text
     assert f"{words.capitalize()} 120 to train on, 7 held out" in page.text
+    assert f"Batch 8 sequences, about 20 {words} a step, 16,384 tokens; 120 {words} fill 48 sequences" in page.text
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "at step 40, the margin was 0.5 and the accuracy 75.0%" in captions
     titles = [panel.title for panel in page_of_run._panels(RunContents.read(run))]
