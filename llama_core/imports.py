@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PROJECT = "llama-training-infra"
-SPINS = "1000"
+SPINS = "3000"
 """How often a thread looks before it goes to sleep, with the OpenMP of torch's own packages (libgomp)."""
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Variables that say how threads wait."""

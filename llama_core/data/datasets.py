@@ -116,7 +116,8 @@ class BatchStream:
         else:
             raise DataError(
                 f"the checkpoint was made on other data (digest {state['dataset']}, now {self._digest()}): documents, "
-                "weights of sources, tokenizer, sequence length or seed have changed; restore them or start a new run"
+                "weights of sources, tokenizer, its BOS (data.add_bos_token), sequence length or seed have changed; "
+                "restore them or start a new run"
                 f"{_ALLOW_CHANGE if self.dataset.is_named else ''}"
             )
 
