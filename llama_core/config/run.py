@@ -120,8 +120,8 @@ class RunConfig(Section):
     """A variant that `training-infra models` lists, a Llama's Hugging Face folder, or org/name on the Hugging Face
     Hub."""
     strategy: StrategyName = "standard"
-    """What is trained: every weight (standard), adapters over a frozen model (lora), layers with experts (moe), or
-    adapters beside experts (hybrid)."""
+    """What is trained: every weight (standard), adapters over a frozen model (lora), experts (moe), or adapters beside
+    experts (hybrid)."""
     lora: LoRA = LoRA()
     """The adapters that strategy=lora or hybrid trains."""
     moe: MoE = MoE()

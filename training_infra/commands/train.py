@@ -64,9 +64,9 @@ TRAIN = Command(
         RESUME,
         ALLOW_DATA_CHANGE,
         Argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing"),
-        Argument("--print-sbatch", action="store_true", help="print the Slurm script of the job; submit nothing"),
+        Argument("--print-sbatch", action="store_true", help="print the Slurm script; submit nothing"),
         Argument("--flow", action="store_true", help="run the steps as a Prefect flow"),
-        Argument("--detach", action="store_true", help="submit the job and return; train --resume follows it"),
+        Argument("--detach", action="store_true", help="submit the job, and do not wait for it"),
     ),
     flags=FLAGS,
 )
