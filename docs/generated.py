@@ -118,6 +118,7 @@ def _flags() -> Iterator[tuple[str, ...]]:
 ON_RESUME = {
     "allow": "may change",
     "extend": "may change with the steps",
+    "record": "may change, and is recorded",
     "refuse": "",
 }
 """What the page says about another value of a key on resume."""

@@ -67,8 +67,7 @@ def sample_file(directory: Path, standard_library: Path | None = None) -> Path:
             for path in modules:
                 text = _source(path)
                 if text.strip():
-                    module = path.relative_to(library).as_posix()
-                    lines.write(json.dumps({"module": module, TEXT_FIELD: text}) + "\n")
+                    lines.write(json.dumps({TEXT_FIELD: text}) + "\n")
     return sample
 
 
