@@ -41,17 +41,17 @@ def test_another_standard_library_gives_another_sample(tmp_path):
     (tmp_path / "library" / "only.py").write_text("'''Text.'''\n")
     sample = sample_file(tmp_path, tmp_path / "library")
     assert sample != sample_file(tmp_path)
-    assert json.loads(sample.read_text()) == {"module": "only.py", "text": "'''Text.'''\n"}
+    assert json.loads(sample.read_text()) == {"text": "'''Text.'''\n"}
 
 
 def test_installed_packages_tests_and_undecodable_modules_are_left_out(tmp_path):
     library = tmp_path / "library"
     for name in ("site-packages/other.py", "json/tests/test_it.py", "json/decoder.py"):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
-        (library / name).write_text("kept = True\n")
+        (library / name).write_text(f"name = {name!r}\n")
     (library / "latin.py").write_bytes(b"'\xe9'\n")
     lines = sample_file(tmp_path, library).read_text().splitlines()
-    assert [json.loads(line)["module"] for line in lines] == ["json/decoder.py"]
+    assert [json.loads(line) for line in lines] == [{"text": "name = 'json/decoder.py'\n"}]
 
 
 def test_a_python_without_its_source_is_refused(tmp_path):

@@ -495,7 +495,7 @@ def test_the_process_of_a_wrong_request_exits_with_its_code_and_with_debug_shows
 def test_a_suffix_of_a_count_is_explained_where_it_is_used(shell):
     ended = shell("estimate-memory", "--model", "tiny_llama3_50m", "--seq-len", "1k", "--set", "training.steps=3Ki")
     assert ended.returncode == 0, ended.stderr
-    assert "sequence length 1000\n" in ended.stdout
+    assert "sequence length 1000," in ended.stdout
     assert ended.stderr.splitlines() == [
         "note: training.seq_len=1k is 1,000; k is 1,000 and Ki is 1,024",
         "note: training.steps=3Ki is 3,072; k is 1,000 and Ki is 1,024",
@@ -520,6 +520,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     ended = shell("train", *SMALL, "--steps", "6")
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
+    names = [name for name in names if name != "note"]  # the machine may be shared
     expected = "run model validate data batch plan estimate dry-run submit train benchmark goodput metrics report"
     assert " ".join(dict.fromkeys(names)) == expected
     run = only_run(shell.path)
