@@ -26,7 +26,6 @@ from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
-from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
@@ -207,9 +206,10 @@ def say_extension(run: RunDirectory) -> None:
 
 def say_changed_settings(run: RunDirectory) -> None:
     """Print with which other settings a run goes on."""
-    step = newest_step(run)
-    for change in read_settings_changes(run):
-        if step and change.step == step:
+    changes = read_settings_changes(run)
+    step = step_to_continue(run, lambda line: None) if changes else 0
+    for change in changes:
+        if change.step == step:
             say("note", f"{change}, as {run.settings_changes.name} records")
 
 

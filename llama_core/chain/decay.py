@@ -10,6 +10,8 @@ from llama_core.chain.checkpoints import Best, find_checkpoint
 from llama_core.chain.export import new_folder_beside, refuse_files_in
 from llama_core.chain.planned import with_keys
 from llama_core.chain.runs import load_config
+from llama_core.config.overrides import Override
+from llama_core.config.recorded import RECORDED, differences, values_of
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
@@ -25,6 +27,7 @@ from llama_core.records.checksums import FileSum
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import copy_metrics, read_metrics
 from llama_core.records.owners import refuse_foreign, refuse_links
+from llama_core.records.settings_changes import read_settings_changes, record_settings_change
 from llama_core.training.rates import learning_rate, warmup_steps
 
 
@@ -66,7 +69,8 @@ def branch_off(
     sums = recorded_sums(checkpoint)
     if not sums:
         raise CheckpointError(f"{without_checksums(checkpoint)}; resume {run.path}, so that it saves another one")
-    decaying = _decaying(run, config, checkpoint_step(checkpoint), num_steps)
+    at = checkpoint_step(checkpoint)
+    decaying = _decaying(run, _as_trained(config, checkpoint, run), at, num_steps)
     try:
         with new_folder_beside(out.absolute()) as writing:
             branch = RunDirectory(writing)
@@ -75,13 +79,23 @@ def branch_off(
             for record in (run.plan, run.rollbacks, run.data_changes, run.generation_config):
                 if record.exists():
                     shutil.copyfile(record, branch.path / record.name)
-            copy_metrics(run, branch, checkpoint_step(checkpoint))
+            for change in read_settings_changes(run):
+                if change.step < at:
+                    record_settings_change(branch, change)
+            copy_metrics(run, branch, at)
             branch.config.write_text(decaying.to_yaml())
             refuse_files_in(out)  # another branch may have come first
             writing.replace(out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; nothing is left there") from None
     return RunDirectory(out)
+
+
+def _as_trained(config: RunConfig, checkpoint: Path, run: RunDirectory) -> RunConfig:
+    """Return ``config`` with the settings that the run had when it saved a checkpoint, if it has changed some since."""
+    before = RunConfig.load(checkpoint / run.config.name, below=run.path)
+    changed = RECORDED.intersection(differences(before, config))
+    return config.with_overrides(*(Override(key, value) for key, value in values_of(before, changed).items()))
 
 
 def _decaying(run: RunDirectory, config: RunConfig, step: int, num_steps: int) -> RunConfig:

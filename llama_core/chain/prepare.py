@@ -131,8 +131,8 @@ def _write(
 ) -> None:
     if allow_data_change:
         record_allowed_change(run, data_digests(run))  # before the run has settings that need it
-    if newest_step(run):
-        record_settings_change(run, settings_change(run, planned.config))
+    if newest_step(run) and (change := settings_change(run, planned.config)).step:
+        record_settings_change(run, change)
     if run.config.exists() and (_is_extended(run, planned.config.training) or has_lost_its_end(run)):
         for of_fewer_steps in (run.training, run.benchmark):
             of_fewer_steps.unlink(missing_ok=True)
@@ -241,8 +241,7 @@ def _own_and_brought(config: RunConfig, source: Path) -> tuple[Tokenizer, Tokeni
         return None
     try:
         return load_tokenizer(config.data.tokenizer), load_tokenizer(brought["tokenizer"])
-    except DataError as error:  # the run's own is refused where the data are read
-        say("note", f"the tokenizer of {source} cannot be compared with data.tokenizer: {error}")
+    except (DataError, EnvironmentMismatchError):  # the run's own is refused where the data are read
         return None
 
 

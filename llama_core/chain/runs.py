@@ -221,7 +221,7 @@ def settings_change(run: RunDirectory, config: RunConfig) -> SettingsChange:
     """Return how the settings with which a run goes on differ from those of its newest checkpoint."""
     before = settings_to_continue(run)
     keys = RECORDED.intersection(differences(before, config))
-    return SettingsChange(newest_step(run), values_of(before, keys), values_of(config, keys))
+    return SettingsChange(step_to_continue(run, lambda line: None), values_of(before, keys), values_of(config, keys))
 
 
 def settings_to_continue(run: RunDirectory) -> RunConfig:

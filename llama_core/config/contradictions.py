@@ -214,7 +214,7 @@ def wrong_gres(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -
     """Yield why ``launch.slurm.options.gres`` does not ask for the GPUs of the ranks of a node."""
     slurm = launch.slurm
     gpus = slurm.gres_gpus
-    if gpus is None or launch.device == "cpu":
+    if gpus is None or launch.device == "cpu" or launch.is_here:
         return
     ranks = parallel.gpus // num_nodes
     text = ""
@@ -222,6 +222,7 @@ def wrong_gres(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -
         text = " names GPUs twice; use one kind"
     elif gpus.count not in {None, ranks}:
         text = f" asks for {gpus.count} GPUs on each node, which gets {ranks} ranks; use {gpus.entry(ranks)}"
+        text += ", or set launch.nodes"
     if text:
         key = "launch.slurm.options.gres"
         yield _wrong(key, slurm.options["gres"], text, "launch.slurm.options", "parallel.gpus", "launch.nodes")

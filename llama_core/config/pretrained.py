@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_core.adapters.registry import adapter_of_json
 from llama_core.config.hugging_face import is_folder, read_folder
+from llama_core.config.section import Section
 from llama_core.config.strategy import PARTS
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
@@ -55,6 +56,7 @@ def with_settings_of_weights(given: dict[str, Any], init_from: str) -> dict[str,
     brought = {key: value for key, value in brought.items() if key not in _PARTS or key in parts}
     for section in brought.keys() & given.keys():
         own = given[section]
+        own = own.given() if isinstance(own, Section) else own
         brought[section] = brought[section] | own if isinstance(own, dict) else own
     return given | brought
 
@@ -63,8 +65,9 @@ def _of_run(config: dict[str, Any]) -> dict[str, Any]:
     settings = {"model": config["model"], "architecture": config["architecture"]}
     data = config["data"]
     settings["data"] = {"tokenizer": data["tokenizer"]}
-    if data.get("chat_template") is not None:
-        settings["data"]["chat_template"] = data["chat_template"]
+    for key in ("chat_template", "add_bos_token"):
+        if data.get(key) is not None:
+            settings["data"][key] = data[key]
     parts = PARTS[config["strategy"]]
     if parts:
         settings["strategy"] = config["strategy"]

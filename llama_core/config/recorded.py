@@ -17,7 +17,7 @@ from llama_core.redaction import shell_word
 OR_ALLOW_DATA_CHANGE = (
     ", or let the sources that stay the same go on where they were, with --resume --allow-data-change"
 )
-OR_CHANGE_ON_RESUME = ", or change them with flags or --set beside --resume, which records it"
+OR_CHANGE_ON_RESUME = "; to change them on purpose, restore the file and give them beside --resume, as flags or --set"
 LENGTH = {known.name for known in RunConfig.known_keys() if known.key.on_resume == "extend"}
 """The keys that a run may change when it is resumed with a number of steps."""
 RECORDED = {known.name for known in RunConfig.known_keys() if known.key.on_resume == "record"}

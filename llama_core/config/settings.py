@@ -237,7 +237,7 @@ class DataConfig(Section):
     """'bytes', 'sample' (2,048 words of the sample), a tokenizer.json or tokenizer.model, its folder, or org/name on
     the Hub."""
     # what a run that goes on reads is compared token by token, so another value cannot change it
-    add_bos_token: Annotated[bool | None, Key(on_resume="allow", changes="held-out")] = None
+    add_bos_token: Annotated[bool | None, Key(changes="held-out")] = None
     """Whether each text begins with BOS; default: as the tokenizer's files say. A chat template spells its own."""
     token_dtype: Annotated[TokenDtype | None, Key(changes="held-out")] = None
     """Type of the token ids in files that do not tell it (OLMo's .npy, nanoGPT's .bin): uint16 or uint32; default: the

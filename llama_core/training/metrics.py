@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Protocol, Self
 
-from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
@@ -176,7 +175,9 @@ def open_wandb(run: RunDirectory, config: RunConfig, part: str = "") -> "wandb.R
 def _as_begun(run: RunDirectory, config: RunConfig) -> RunConfig:
     """Return the settings that a run began with, whatever it has changed since when it was resumed."""
     first = first_values(read_settings_changes(run))
-    return config.with_overrides(*(Override(key, value) for key, value in first.items()))
+    # not validated: it is only named, and old values may not go with what has changed besides
+    training = {key.removeprefix("training."): value for key, value in first.items()}
+    return config.model_copy(update={"training": config.training.model_copy(update=training)})
 
 
 class MetricsSinks:

@@ -20,7 +20,7 @@ from llama_core.chain.planned import plan_run
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
 from llama_core.chain.runs import is_finished, load_config, load_plan
-from llama_core.config.recorded import refuse_edited
+from llama_core.config.recorded import OR_CHANGE_ON_RESUME, refuse_edited
 from llama_core.config.run import RunConfig
 from llama_core.errors import (
     CheckpointError,
@@ -288,8 +288,7 @@ def test_settings_that_were_edited_since_the_checkpoint_are_refused_and_the_outc
     assert str(refused.value).startswith(f"{trained.config} has changed since {trained.path} was trained (")
     assert str(refused.value).endswith(
         f"); get the run's settings back with: cp {copy} {trained.config}, or choose another --run-dir to train with "
-        "other settings"
-        + (", or change them with flags or --set beside --resume, which records it" if "learning_rate" in old else "")
+        "other settings" + (OR_CHANGE_ON_RESUME if "learning_rate" in old else "")
     )
     assert trained.outcome.read_bytes() == outcome
     shutil.copyfile(copy, trained.config)

@@ -23,8 +23,8 @@ def endless(seed):
     return TINY | {"training": TINY["training"] | {"steps": 1_000_000, "seed": seed}}
 
 
-LINES = {"run", "validate", "data", "plan", "estimate", "dry-run", "submit", "train", "benchmark", "goodput", "metrics"}
-LINES |= {"report"}
+LINES = {"run", "model", "validate", "data", "batch", "plan", "estimate", "dry-run", "submit", "train", "benchmark"}
+LINES |= {"goodput", "metrics", "report"}
 
 
 def stop_of(run, flow_run):
@@ -50,7 +50,8 @@ def test_a_run_from_another_terminal_finishes_and_writes_down_no_secret(serving)
     run = serving.followed(flow_run)
     assert run.report.exists()
     assert serving.owner.get(f"/flow_runs/{flow_run}").json()["name"] == run.name
-    assert {line.split()[0] for line in serving.log(flow_run, last="report")} == LINES
+    said = {line.split()[0] for line in serving.log(flow_run, last="report")}
+    assert said - {"note"} == LINES  # the machine may have been shared
     written = [path for folder in (serving.home, run.path) for path in folder.rglob("*") if path.is_file()]
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
     password = serving.auth_string.encode()

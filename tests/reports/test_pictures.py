@@ -118,6 +118,7 @@ class Text(HTMLParser):
 def skeleton(svg):
     """Return the words that a terminal shows, without numbers, repeated lines and what depends on the machine."""
     text = " ".join(" ".join(Text("text", svg).found).split())
+    text = re.sub(r" with \w+=[^:]*:", ":", text)
     text = re.sub(r"validate .*? data ", "data ", text)
     text = re.sub(r"(steps on) .*? metrics ", r"\1 metrics ", text)
     text = re.sub(r"runs/[\w.-]+", "RUN", text)

@@ -1,6 +1,7 @@
 """A branch off the stable phase of a run, without the processes of a job."""
 
 import re
+import shutil
 
 import pytest
 from test_trainer import Counting, assert_equal, batch, losses, trainer, weights
@@ -13,6 +14,7 @@ from llama_core.errors import TrainingInfraError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_name, find_problem, list_checkpoints
 from llama_core.records.directory import RunDirectory
+from llama_core.records.settings_changes import SettingsChange, read_settings_changes, record_settings_change
 from llama_core.training.trainer import Trainer
 
 STABLE = {"lr_schedule": "wsd", "warmup_steps": 2, "checkpoint_every": 1, "keep_checkpoints": 20}
@@ -58,6 +60,22 @@ def test_a_branch_off_a_run_without_patience_left_takes_all_its_steps(tmp_path):
     settings = STABLE | {"eval_every": 1, "patience": 1, "learning_rate": 1e-30, "steps": 9}
     assert trainer(run, validation=lambda: [batch(99)], **settings).fit().ended_early
     assert resumed(branch_off(run, tmp_path / "branch", num_steps=4)).fit().steps == 6
+
+
+def test_a_branch_has_the_settings_of_its_checkpoint_whatever_its_run_has_changed_since(stable, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(stable.path, run.path)
+    usual = RunConfig.load(run.config)
+    changes = [
+        SettingsChange(3, {"training.weight_decay": 0.3}, {"training.weight_decay": usual.training.weight_decay}),
+        SettingsChange(8, {"training.learning_rate": usual.training.learning_rate}, {"training.learning_rate": 1e-9}),
+    ]
+    for change in changes:
+        record_settings_change(run, change)
+    run.config.write_text(usual.with_overrides("training.learning_rate=1e-9").to_yaml())
+    branch = branch_off(run, tmp_path / "branch", num_steps=3, step=6)
+    assert RunConfig.load(branch.config).training.learning_rate == usual.training.learning_rate
+    assert read_settings_changes(branch) == tuple(changes[:1])
 
 
 def test_the_run_that_is_branched_off_stays_as_it_is(stable, tmp_path):
