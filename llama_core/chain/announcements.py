@@ -17,6 +17,7 @@ from llama_core.chain.runs import (
     step_to_continue,
 )
 from llama_core.chain.steps import estimate
+from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RunDirectoryError
@@ -205,12 +206,10 @@ def say_extension(run: RunDirectory) -> None:
 
 
 def say_changed_settings(run: RunDirectory) -> None:
-    """Print with which other settings a run goes on."""
+    """Print with which other settings a run goes on, unless a checkpoint has been trained with them."""
     changes = read_settings_changes(run)
-    step = step_to_continue(run, lambda line: None) if changes else 0
-    for change in changes:
-        if change.step == step:
-            say("note", f"{change}, as {run.settings_changes.name} records")
+    if changes and RECORDED.intersection(differences(settings_to_continue(run), load_config(run))):
+        say("note", f"{changes[-1]}, as {run.settings_changes.name} records")
 
 
 def say_goodput(run: RunDirectory) -> None:

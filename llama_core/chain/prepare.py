@@ -131,8 +131,10 @@ def _write(
 ) -> None:
     if allow_data_change:
         record_allowed_change(run, data_digests(run))  # before the run has settings that need it
-    if newest_step(run) and (change := settings_change(run, planned.config)).step:
-        record_settings_change(run, change)
+    if newest_step(run):
+        change = settings_change(run, planned.config)
+        if change is not None and change.step:
+            record_settings_change(run, change)
     if run.config.exists() and (_is_extended(run, planned.config.training) or has_lost_its_end(run)):
         for of_fewer_steps in (run.training, run.benchmark):
             of_fewer_steps.unlink(missing_ok=True)

@@ -217,10 +217,15 @@ def _refuse_change_of_running_job(run: RunDirectory, asked: Collection[str]) -> 
         raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change {whose}")
 
 
-def settings_change(run: RunDirectory, config: RunConfig) -> SettingsChange:
-    """Return how the settings with which a run goes on differ from those of its newest checkpoint."""
+def settings_change(run: RunDirectory, config: RunConfig) -> SettingsChange | None:
+    """Return how the settings with which a run goes on differ from those of its newest checkpoint.
+
+    None if they do not and never did: only otherwise is the checkpoint read to find out after which step it goes on.
+    """
     before = settings_to_continue(run)
     keys = RECORDED.intersection(differences(before, config))
+    if not keys and not read_settings_changes(run):
+        return None
     return SettingsChange(step_to_continue(run, lambda line: None), values_of(before, keys), values_of(config, keys))
 
 

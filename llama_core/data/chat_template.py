@@ -207,8 +207,7 @@ class ChatTemplate:
             DataError: if the template is not valid Jinja.
             TemplateRefusalError: if the template raises.
         """
-        content = secrets.token_hex(8)
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        content, turns = _conversation_with_a_known_answer()
         return self.render(turns).rpartition(content)[2].strip()
 
     @property
@@ -219,8 +218,7 @@ class ChatTemplate:
             DataError: if the template is not valid Jinja.
             TemplateRefusalError: if the template raises.
         """
-        content = secrets.token_hex(8)
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+        content, turns = _conversation_with_a_known_answer()
         text, spans = self.render_with_spans(turns)
         ends = text.rindex(content) + len(content)
         return not text[ends:].strip() or any(begin < ends < end for begin, end in spans)
@@ -244,3 +242,9 @@ class ChatTemplate:
         return DataError(
             f"chat template {self.name!r} is not valid Jinja: {error}; fix it, or name another as data.chat_template"
         )
+
+
+def _conversation_with_a_known_answer() -> tuple[str, list[Message]]:
+    """Return an answer that no template holds, and a question with that answer."""
+    content = secrets.token_hex(8)
+    return content, [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]

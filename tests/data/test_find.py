@@ -18,12 +18,6 @@ from llama_core.errors import DataError
 from llama_core.units import MIB
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def put(*names):
     for name in names:
         Path(name).parent.mkdir(parents=True, exist_ok=True)

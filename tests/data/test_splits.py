@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from corpora import write_jsonl
+from test_find import put
 
 from llama_core.chain.downloads import resolve
 from llama_core.config.models import model_spec
@@ -19,18 +20,6 @@ from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError
 
 SPEC = replace(model_spec("tiny_llama3_50m"), vocab_size=300)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def put(*names):
-    for name in names:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text('{"text": "x"}\n')
 
 
 def found(path, **options):

@@ -1,0 +1,9 @@
+"""Settings that tests of data share."""
+
+import pytest
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
