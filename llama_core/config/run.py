@@ -160,24 +160,22 @@ class RunConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _with_dependent_defaults(cls, given: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in the defaults that depend on other settings, which then do not count as given."""
+        """Fill in what initial weights bring, and defaults that depend on other settings: none of it counts as given."""
         training = given.get("training", {}) if isinstance(given, dict) else None
         if isinstance(training, TrainingConfig):
             training = training.given()
         if not isinstance(training, dict):
             return validated(given)  # which reports it
         init_from = training.get("init_from")
-        if isinstance(init_from, str):
-            given = with_settings_of_weights(given, init_from)
-        given = with_experts_of_folder(given)
-        adapters = given.get("strategy") == "lora"
+        filled = with_settings_of_weights(given, init_from) if isinstance(init_from, str) else given
+        filled = with_experts_of_folder(filled)
         defaults = fine_tuning_defaults(
-            adapters=adapters, trained_before=init_from is not None, objective=training.get("objective")
+            adapters=filled.get("strategy") == "lora",
+            trained_before=init_from is not None,
+            objective=training.get("objective"),
         )
-        if not defaults:
-            return validated(given)
-        config = validated(given | {"training": defaults | training})
-        config.training.model_fields_set.difference_update(defaults.keys() - training.keys())
+        config = validated(filled | {"training": defaults | training})
+        config.count_as_given(given | {"training": training} if "training" in given else given)
         return config
 
     @model_validator(mode="after")
@@ -287,7 +285,10 @@ class RunConfig(Section):
         if not is_folder(self.model):
             return self
         record = ArchitectureConfig.record(self.model, self.spec)
-        return self.model_copy(update={"model": record.recorded_from, "architecture": record})
+        update: dict[str, Any] = {"model": record.recorded_from, "architecture": record}
+        if self.spec.moe is not None:  # the folder may have brought its experts
+            update |= {"strategy": self.strategy, "moe": MoE.model_validate(self.moe.model_dump())}
+        return self.model_copy(update=update)
 
     @property
     def batch_size(self) -> int:

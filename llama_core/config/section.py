@@ -1,6 +1,6 @@
 """Base class of all sections of a configuration, and what a key says about itself besides type, bounds and text."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
@@ -103,6 +103,14 @@ class Section(BaseModel):
         A record of a run has every key, so that each is given when it is read again.
         """
         return self.model_dump(exclude_unset=True)
+
+    def count_as_given(self, asked: Mapping[str, Any]) -> None:
+        """Let only these nested keys count as given, of those that the section was made of."""
+        self.model_fields_set.intersection_update(asked)
+        for name in self.model_fields_set:
+            inner, own = getattr(self, name), asked[name]
+            if isinstance(inner, Section) and isinstance(own, Mapping):  # else a section that somebody made in Python
+                inner.count_as_given(own)
 
     @classmethod
     def known_keys(cls, prefix: str = "", around: Key = Key()) -> Iterator[KnownKey]:

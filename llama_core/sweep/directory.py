@@ -73,7 +73,7 @@ class SweepRecord:
     """The configuration and the elements of a sweep."""
 
     config: Mapping[str, Any]
-    """The keys of the ``SweepConfig`` that were given: an element's defaults follow its own settings."""
+    """What ``SweepConfig.record`` keeps."""
     elements: tuple[ElementRecord, ...]
 
     @property

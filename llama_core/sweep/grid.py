@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from llama_core.config.files import read_mapping
 from llama_core.config.names import keys_meant
 from llama_core.config.overrides import Override, parsed_overrides
+from llama_core.config.pretrained import with_settings_of_weights
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.section import Section, whole_count
 from llama_core.config.slurm import refuse_commands_of_others
@@ -178,6 +179,14 @@ class SweepConfig(Section):
             name = next(name for name in names if name not in elements)
             elements[name] = Element(name, settings)
         return list(elements.values())
+
+    def record(self) -> dict[str, Any]:
+        """Return the keys to record: those given, and those that the base's initial weights bring: they may go away."""
+        base = self.base.given()
+        init_from = self.base.training.init_from
+        if init_from is not None:
+            base = with_settings_of_weights(base, init_from)
+        return self.given() | {"base": base}
 
     def without(self, names: Container[str]) -> Self:
         """Return the sweep without the elements of these names."""

@@ -97,7 +97,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
 def _prepare(sweep: SweepDirectory, config: SweepConfig) -> None:
     check_score(config)
     elements = config.elements()
-    mapping = config.given()
+    mapping = config.record()
     write_record(sweep, SweepRecord(mapping, tuple(ElementRecord(e.name, e.settings) for e in elements)))
     record = SweepRecord(mapping, tuple(_prepare_element(sweep, element, config) for element in elements))
     write_record(sweep, record)

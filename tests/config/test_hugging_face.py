@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from llama_core.chain.planned import with_keys
 from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.hugging_face import config_json, ignored_settings, is_folder, read_folder
 from llama_core.config.models import ModelSpec
+from llama_core.config.overrides import Override
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
+from llama_core.sweep.grid import SweepConfig
 
 SIZES = {
     "vocab_size": 512,
@@ -140,6 +143,48 @@ def test_a_folder_of_adapters_says_which_strategy_trains_them(folder, tmp_path, 
     described = {"base_model_name_or_path": str(folder(**base)), "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **described}))
     assert RunConfig.from_mapping({"training": {"init_from": str(tmp_path)}}).strategy == strategy
+
+
+def adapters_in(folder, rank, base):
+    """Write PEFT's adapters of a folder of their own, and return their path."""
+    described = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": rank, "target_modules": ["q_proj"]}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return str(folder)
+
+
+def test_other_initial_weights_bring_their_own_model_and_adapters(folder, tmp_path):
+    one = adapters_in(tmp_path / "one", 4, folder(hidden_size=64))
+    (tmp_path / "b").mkdir()
+    run = RunConfig.from_mapping({"architecture": {"num_layers": 3}, "data": {"chat_template": "llama2"}})
+    (tmp_path / "b" / "config.yaml").write_text(run.to_yaml())
+    config = RunConfig.from_mapping({"lora": {"lora_alpha": 6}, "training": {"init_from": one}})
+    assert (config.strategy, config.lora.lora_rank, config.lora.lora_alpha) == ("lora", 4, 6)
+    other = RunConfig.from_mapping({"training": {"init_from": one}}).with_overrides(
+        Override("training.init_from", str(tmp_path / "b"))
+    )
+    assert (other.spec, other.strategy, other.data.chat_template) == (run.spec, "standard", "llama2")
+
+
+def test_a_sweep_over_strategies_begins_with_adapters(folder, tmp_path):
+    base = {"training": {"init_from": adapters_in(tmp_path / "one", 4, folder())}}
+    sweep = SweepConfig.from_mapping({"name": "s", "base": base, "grid": {"strategy": ["standard", "lora"]}})
+    for made in (sweep, SweepConfig.from_mapping(json.loads(json.dumps(sweep.given())))):
+        standard, lora = (made.config_of(element) for element in made.elements())
+        assert (standard.strategy, standard.spec.lora, lora.lora.lora_rank) == ("standard", None, 4)
+    record = sweep.record()
+    (tmp_path / "one" / "adapter_config.json").unlink()
+    assert SweepConfig.from_mapping(record).base == sweep.base
+
+
+def test_a_recorded_mixture_keeps_its_experts_without_its_folder(folder, tmp_path):
+    mixtral = folder(model_type="mixtral", architectures=None, num_key_value_heads=2, num_local_experts=4)
+    config = RunConfig.from_mapping({"model": str(mixtral)})
+    assert config.given() == {"model": str(mixtral)}
+    recorded = config.self_contained()
+    (mixtral / "config.json").unlink()
+    changed = with_keys(recorded, launch={"device": "cpu"})
+    assert (changed.spec, changed.strategy, changed.moe) == (config.spec, "moe", config.moe)
 
 
 def test_the_weights_of_a_run_bring_its_chat_template_unless_another_is_named(tmp_path):
