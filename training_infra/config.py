@@ -114,10 +114,7 @@ def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: if there is no such setting, or its value is invalid.
     """
-    mapping = config.given()
-    for name, value in settings.items():
-        Override(".".join(setting_path(name)), value).apply(mapping)
-    return RunConfig.from_mapping(mapping)
+    return config.with_overrides(*(Override(".".join(setting_path(name)), value) for name, value in settings.items()))
 
 
 def setting_path(name: str) -> list[str]:

@@ -11,6 +11,7 @@ from llama_core.chain.console import say
 from llama_core.chain.loader import refuse_started_ranks, run_loader_chain
 from llama_core.chain.planned import plan_anywhere, plan_for_gpu
 from llama_core.chain.preview import preview
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.machine.validate import EnvironmentReport
@@ -97,8 +98,7 @@ class LlamaTrainingOrchestrator:
     @python_spelling()
     def distributed_config(self, asked: DistributedConfig) -> None:
         check_kind("distributed_config", asked, DistributedConfig, MADE_BY_FACTORY)
-        parallel = self._divided(asked.model_dump())
-        self.config = RunConfig.from_mapping(self.config.given() | {"parallel": parallel})
+        self.config = self.config.with_overrides(Override("parallel", self._divided(asked.model_dump())))
 
     def _divided(self, parallel: dict[str, Any]) -> dict[str, Any]:
         """Return a request for devices; without auto-configuration, degrees left open are 1."""

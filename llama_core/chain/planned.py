@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, gpu_spec
+from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
@@ -242,7 +243,5 @@ def _node_memory(config: RunConfig, machine: Machine) -> tuple[str, int] | None:
 
 def with_keys(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
     """Return ``config`` with some keys changed, given by section, and validated again."""
-    mapping = config.given()
-    for section, changes in sections.items():
-        mapping[section] = mapping.get(section, {}) | changes
-    return RunConfig.from_mapping(mapping)
+    changed = {f"{section}.{key}": value for section, changes in sections.items() for key, value in changes.items()}
+    return config.with_overrides(*(Override(key, value) for key, value in changed.items()))

@@ -360,12 +360,19 @@ class RunConfig(Section):
 
     @property
     def num_nodes(self) -> int:
-        """Machines the devices are spread over: as requested, else as few as hold the GPUs, as many on each."""
-        if self.launch.nodes is not None:
-            return self.launch.nodes
-        if self.launch.device == "cpu":
+        """Machines the devices are spread over: as requested, else as few as hold the GPUs, as many on each.
+
+        A node has as many GPUs as ``launch.slurm.options.gres`` names, else as the machines usually have.
+        """
+        launch, gpus = self.launch, self.parallel.gpus
+        if launch.nodes is not None:
+            return launch.nodes
+        if launch.device == "cpu":
             return 1
-        return fewest_nodes(self.parallel.gpus, gpu_spec(self.launch.gpu_type or DEFAULT_GPU_TYPE))
+        gres = None if launch.is_here else launch.slurm.gres_gpus
+        if gres is not None and gres.count and gpus % gres.count == 0:
+            return gpus // gres.count
+        return fewest_nodes(gpus, gpu_spec(launch.gpu_type or DEFAULT_GPU_TYPE))
 
     @property
     def fewest_nodes(self) -> int:

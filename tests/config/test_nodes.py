@@ -34,6 +34,13 @@ def test_nodes_that_are_asked_for_stay(asked):
     assert config(24, f"launch.nodes={asked}").num_nodes == asked
 
 
+@pytest.mark.parametrize(("gres", "num_nodes"), [("gpu:4", 4), ("gpu:h100:2,lscratch:1", 8), ("gpu:h100", 2)])
+def test_nodes_have_as_many_gpus_as_the_job_asks_slurm_for(gres, num_nodes):
+    options = f'launch.slurm.options={{gres: "{gres}"}}'
+    assert config(16, options).num_nodes == num_nodes
+    assert config(16, options, launcher="local").num_nodes == 2
+
+
 @pytest.mark.parametrize("ranks", [16, 20, 64])
 def test_processes_without_gpus_are_on_one_node(ranks):
     assert config(ranks, device="cpu").num_nodes == 1

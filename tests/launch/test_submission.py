@@ -345,7 +345,9 @@ def test_other_resources_stay_beside_the_gpus():
 )
 def test_other_gpus_than_those_of_the_ranks_are_refused(gres, told):
     with pytest.raises(ConfigError, match=re.escape(f"launch.slurm.options.gres={gres} {told}")):
-        slurm_config("parallel.gpus=24", f"launch.slurm.options={{gres: '{gres}'}}", "training.batch_size=24")
+        slurm_config(
+            "parallel.gpus=24", "launch.nodes=3", f"launch.slurm.options={{gres: '{gres}'}}", "training.batch_size=24"
+        )
 
 
 @pytest.mark.parametrize(("device", "gres"), [("cuda", "gpu:h100:4,nvme:1"), ("cpu", "nvme:1")])
