@@ -339,7 +339,7 @@ def read_record(
     content = rows[0].read(record)
     counts.add(rows, record)
     counts.num_nulls += num_nulls
-    if isinstance(content, Conversation) and not is_row:
+    if not is_row:
         counts.num_kept_nulls += _num_nulls(content)
     for name in unread:
         counts.ignore(repr(name))
@@ -354,9 +354,18 @@ def _unrecognised(values: dict[str, Any], names: FieldNames) -> UnusableRecordEr
     return UnusableRecordError("missing field", what_is_missing(values, names))
 
 
-def _num_nulls(content: Conversation) -> int:
-    """Return how many values in the tools of a conversation, and in the arguments of its calls, are null."""
-    calls = [message.get("tool_calls") for message in content.messages if isinstance(message, dict)]
+def _num_nulls(content: Content) -> int:
+    """Return how many values in the tools of messages, and in the arguments of their calls, are null."""
+    match content:
+        case Conversation():
+            messages = content.messages
+        case Pair(prompt=list(prompt), chosen=list(chosen), rejected=list(rejected)):
+            messages = [*prompt, *chosen, *rejected]
+        case LabelledAnswer():
+            messages = [*content.prompt, *content.answer]
+        case _:
+            return 0
+    calls = [message.get("tool_calls") for message in messages if isinstance(message, dict)]
     if not (content.tools or any(calls)):
         return 0
     return without_nulls({_TOOLS_FIELD: content.tools, "calls": calls}, _TOOLS_FIELD)[1]

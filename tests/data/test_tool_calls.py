@@ -24,7 +24,7 @@ from llama_core.data.chat_template import BUILT_IN, ChatTemplate
 from llama_core.data.check import check_data
 from llama_core.data.corpus import Tally, read_documents
 from llama_core.data.find import find_files
-from llama_core.data.formats import FieldNames
+from llama_core.data.formats import FieldNames, FormatCounts, read_record
 from llama_core.data.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
 from llama_core.errors import DataError
 
@@ -472,3 +472,21 @@ def test_the_null_of_a_table_is_counted_in_a_note_and_that_of_json_is_what_someb
     [note] = check_data(DataConfig(source=str(tmp_path / "lines.jsonl"), **settings), SPEC).notes
     assert "1 null in calls of tools or in their schemas are trained on as they are" in note
     assert '{"city": null}' in read(tmp_path, "lines.jsonl")[0][1][0]
+
+
+WITH_NULL = calling(call(arguments={"city": None}))
+
+
+@pytest.mark.parametrize(
+    ("reads", "record"),
+    [
+        ("documents", {"messages": [ASKED, WITH_NULL]}),
+        ("pairs", {"chosen": [ASKED, WITH_NULL], "rejected": [ASKED, CALLED[-1]]}),
+        ("pairs", {"prompt": [ASKED, WITH_NULL, result()], "chosen": [CALLED[-1]], "rejected": [{"role": "assistant", "content": "No."}]}),
+        ("labelled answers", {"prompt": [ASKED], "completion": [WITH_NULL], "label": True}),
+    ],
+)
+def test_null_in_the_calls_of_json_is_counted_whatever_its_records_are(reads, record):
+    counts = FormatCounts()
+    read_record(record, FieldNames(reads=reads), counts)
+    assert counts.num_kept_nulls == 1
