@@ -230,18 +230,18 @@ class TrainingSummary:
             parts.append(f"ended early: {self.ended_early}")
         if self.eval_loss is not None:
             beside_it = [
-                f"{name} {entropy:.3f}"
+                f"{name} {entropy:.4f}"
                 for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
                 if entropy is not None
             ]
             weights = self.held_out_weights
             beside_it += [
-                f"{name} {rows.mean:.3f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()
+                f"{name} {rows.mean:.4f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()
             ]
             if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
                 beside_it.append(f"{rewards} over {self.eval_tokens:,} {self.counted}")
             beside = f" ({', '.join(beside_it)})" if beside_it else ""
-            parts.append(f"held-out loss {self.eval_loss:.3f} {self.loss_unit}{beside}")
+            parts.append(f"held-out loss {self.eval_loss:.4f} {self.loss_unit}{beside}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
         if self.memory_process_bytes:
             parts[-1] += f", {format_bytes(self.memory_reserved_bytes)} with the whole process"

@@ -127,7 +127,7 @@ def loss(
         )
     for entropy, name, dash in ((unigram_entropy, "unigram", "dash"), (bigram_entropy, "bigram", "dot")):
         if entropy is not None:
-            add_level(figure, entropy, f"byte-{name} entropy {entropy:.3f}", GREY, dash)
+            add_level(figure, entropy, f"byte-{name} entropy {entropy:.4f}", GREY, dash)
     _label_steps(figure, steps)
     return figure
 

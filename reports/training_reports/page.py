@@ -243,7 +243,7 @@ def _held_out_loss(contents: RunContents) -> Card:
         loss = training.eval_loss
         entropies = (("unigram", training.unigram_entropy), ("bigram", training.bigram_entropy))
         lines = [
-            f"{_against(loss, entropy)} the byte-{name} entropy of {entropy:.3f}."
+            f"{_against(loss, entropy)} the byte-{name} entropy of {entropy:.4f}."
             for name, entropy in entropies
             if entropy is not None
         ]
@@ -260,7 +260,7 @@ def _held_out_loss(contents: RunContents) -> Card:
 
 
 def _against(loss: float, entropy: float) -> str:
-    return f"{abs(loss - entropy):.3f} {'below' if loss < entropy else 'above'}"
+    return f"{abs(loss - entropy):.4f} {'below' if loss < entropy else 'above'}"
 
 
 def _throughput(contents: RunContents) -> Card:

@@ -139,8 +139,8 @@ def test_a_loss_has_the_unit_of_the_objective(run, monkeypatch):
 def test_headline_numbers_match_the_records(run):
     text = report(run).text
     assert "2.4518 nats per token" in text
-    assert "0.701 below the byte-unigram entropy of 3.153." in text
-    assert "0.064 above the byte-bigram entropy of 2.387." in text
+    assert "0.7009 below the byte-unigram entropy of 3.1527." in text
+    assert "0.0644 above the byte-bigram entropy of 2.3874." in text
     assert "1,354 ± 17 tokens/s" in text
     assert "No MFU: the peak FLOP/s of this device is unknown." in text
     assert "1.84 GiB measured" in text

@@ -438,7 +438,7 @@ def test_a_summary_has_the_unit_of_the_objective(run, monkeypatch):
     validation = WithMasks().next_batch()
     one = trainer(run, steps=1, objective="masked", batches=WithMasks(), validation=lambda: [validation])
     summary = one.fit()
-    assert f"held-out loss {summary.eval_loss:.3f} nats/kept token" in summary.summary()
+    assert f"held-out loss {summary.eval_loss:.4f} nats/kept token" in summary.summary()
     counts = (validation.targets_BS != -100) & (validation.tokens_BS % 2 == 1)
     assert 0 < summary.eval_tokens == int(counts.sum())
 
