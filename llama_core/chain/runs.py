@@ -308,7 +308,8 @@ def why_none_goes_on(config: RunConfig) -> str:
         return f"{run.path} " + (
             f"has already taken {taken} steps; ask for more to extend it" if taken else "has no checkpoint"
         )
-    return f"{run.path} differs: {'; '.join(list(changed.values())[:_MOST_NAMED])}"
+    on_purpose = f"; to go on with it so, add --run-dir {shell_word(run.path)}" if RECORDED.issuperset(changed) else ""
+    return f"{run.path} differs: {'; '.join(list(changed.values())[:_MOST_NAMED])}{on_purpose}"
 
 
 def _is_seen_to_its_end(run: RunDirectory) -> bool:

@@ -164,8 +164,14 @@ def test_a_run_that_resume_starts_anew_says_why(capsys):
     again, same = said(steps=3)
     assert same == f"note      nothing to resume: {run.path} has already taken 3 steps; ask for more to extend it"
     end_after(again, 3)
-    _, seed = said(steps=3, seed=1)
+    third, seed = said(steps=3, seed=1)
     assert seed == f"note      nothing to resume: {again.path} differs: training.seed is 0 there, 1 here"
+    end_after(third, 3)
+    _, rate = said(steps=3, seed=1, learning_rate=1e-4)
+    assert rate == (
+        f"note      nothing to resume: {third.path} differs: training.learning_rate is 0.0003 there, 0.0001 here; to "
+        f"go on with it so, add --run-dir {third.path}"
+    )
 
 
 def test_a_slurm_job_on_the_cpu_has_the_memory_it_requests():
