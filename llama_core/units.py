@@ -33,6 +33,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(number: int, one: str, ending: str = "s") -> str:
+    """Return how many there are of something, such as ``'1 sequence'`` or ``'8,192 tokens'``."""
+    return f"{number:,} {one}{'' if number == 1 else ending}"
+
+
 def parse_count(text: str) -> float:
     """Return the number that ``text`` spells, such as ``'1.5T'``, ``'200B'``, ``'128k'``, ``'128Ki'`` or ``'1e9'``.
 

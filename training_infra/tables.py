@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, get_args
 
 from llama_core.planning.memory.profile import STATES, Category, MemoryProfile, Phase
 from llama_core.planning.time.cost import Cost
-from llama_core.units import GIB, format_bytes, format_count, format_duration
+from llama_core.units import GIB, counted, format_bytes, format_count, format_duration
 from training_infra.lines import print_line
 
 if TYPE_CHECKING:
@@ -26,8 +26,12 @@ def print_plan(planned: "PlannedRun") -> None:
     config = planned.config
     plan = planned.plan
     num_parameters = format_count(config.spec.num_parameters)
-    batch = f"batch of {config.batch_size} sequences" + ("" if config.training.batch_size else " (the default)")
-    print_line(f"{config.model_in_words}: {num_parameters} parameters, sequence length {config.seq_len}, {batch}")
+    batch = f"batch of {counted(config.batch_size, 'sequence')}"
+    batch += "" if config.training.batch_size else " (the default)"
+    largest = ", as in the largest of its stages" if config.stages else ""
+    print_line(
+        f"{config.model_in_words}: {num_parameters} parameters, sequence length {config.seq_len}, {batch}{largest}"
+    )
     if config.spec.lora:
         print_line(f"weights: {config.spec.parameter_counts}")
     for choice in planned.choices:

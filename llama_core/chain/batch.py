@@ -5,6 +5,7 @@ from typing import Any
 
 from llama_core.config.run import RunConfig
 from llama_core.data.statistics import DOCUMENTS
+from llama_core.units import counted
 
 
 def global_batch(config: RunConfig, data: Mapping[str, Any]) -> str:
@@ -14,7 +15,7 @@ def global_batch(config: RunConfig, data: Mapping[str, Any]) -> str:
         config: the resolved configuration.
         data: the statistics of its data; empty if they are unknown.
     """
-    told = _counted(config.first_batch_size, "sequence")
+    told = counted(config.first_batch_size, "sequence")
     unit = _unit_in_rows(data)
     if not unit:
         return told
@@ -33,7 +34,7 @@ def batch_line(config: RunConfig, data: Mapping[str, Any]) -> str:
     parts = [f"{batch}, {config.first_batch_size * config.first_seq_len:,} tokens"]
     if unit := _unit_in_rows(data):
         parts.append(
-            f"{data['num_documents']:,} {unit} fill {_counted(data['num_sequences'], 'sequence')} of "
+            f"{data['num_documents']:,} {unit} fill {counted(data['num_sequences'], 'sequence')} of "
             f"{config.first_seq_len:,} tokens, several in one where they fit"
         )
     return "; ".join([*parts, *_steps(config, data)])
@@ -44,10 +45,10 @@ def _steps(config: RunConfig, data: Mapping[str, Any]) -> list[str]:
     training = config.training
     has_epochs = not (config.stages or config.data.sources)  # else an epoch is one of each source, and steps are given
     if not has_epochs or not data.get("num_sequences"):
-        return [] if training.steps is None else [_counted(training.steps, "step")]
+        return [] if training.steps is None else [counted(training.steps, "step")]
     an_epoch = data["num_sequences"] / config.first_batch_size
     steps = training.total_steps(an_epoch)
-    return [] if steps is None else [f"{_counted(steps, 'step')}: {steps / an_epoch:.3g} epochs"]
+    return [] if steps is None else [f"{counted(steps, 'step')}: {steps / an_epoch:.3g} epochs"]
 
 
 def _unit_in_rows(data: Mapping[str, Any]) -> str:
@@ -56,6 +57,3 @@ def _unit_in_rows(data: Mapping[str, Any]) -> str:
     is_known = bool(data.get("num_sequences")) and "num_documents" in data  # another version's record may lack them
     return unit if is_known and unit != DOCUMENTS else ""
 
-
-def _counted(number: int, one: str) -> str:
-    return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -33,27 +33,31 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
 
 
 def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[str, Any]]:
-    """Return ``model``'s trainable parameters in torch's groups, by what updates them and with which settings."""
+    """Return ``model``'s trainable parameters in torch's groups, by what updates them and with which settings.
+
+    The groups do not depend on the settings' values, which a resumed run may change: DeepSpeed restores its states by
+    group.
+    """
     kind = optimizer_type(training.optimizer)
     is_narrow = kind.with_moments(training.moments) is kind.narrow
-    decay = training.weight_decay if "weight_decay" in kind.keys else 0.0
+    has_decay = "weight_decay" in kind.keys
     scaled = model.spec if isinstance(model, Llama) and model.spec.base else None
     groups: dict[tuple[float, float, float, str], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             factors = factors_of(name, scaled) if scaled else Factors()
-            own_decay = factors.decay * decay if is_decayed(name) else 0.0
-            own_rate = factors.rate * kind.rate(name)
+            decay = factors.decay if has_decay and is_decayed(name) else 0.0
+            rate = factors.rate * kind.rate(name)
             updated_by = kind.updates(name, parameter.ndim).name
-            groups[own_decay, own_rate, factors.epsilon, updated_by][name] = parameter
+            groups[decay, rate, factors.epsilon, updated_by][name] = parameter
     return [
         # checkpoints hold all values of a group: an optimizer without rates of its own, or without others, has none
-        {"params": list(parameters.values()), "weight_decay": own_decay}
+        {"params": list(parameters.values()), "weight_decay": decay * training.weight_decay}
         | ({RATE: rate} if kind.rates or scaled else {})
         | ({"eps": epsilon * training.epsilon} if scaled else {})
         | ({UPDATED_BY: updated_by} if kind.others else {})
         | ({NAMES: list(parameters)} if is_narrow else {})
-        for (own_decay, rate, epsilon, updated_by), parameters in groups.items()
+        for (decay, rate, epsilon, updated_by), parameters in groups.items()
     ]
 
 

@@ -16,7 +16,7 @@ from llama_core.errors import RunDirectoryError
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key
-from llama_core.units import format_bytes, format_count, format_duration
+from llama_core.units import counted, format_bytes, format_count, format_duration
 from training_reports.attempts import COLUMNS, attempts_table
 from training_reports.breakdown import step_breakdown
 from training_reports.by_rank import memory_by_rank
@@ -137,7 +137,7 @@ def _global_batch(contents: RunContents) -> str | None:
 
 
 def _counted(number: int | None, one: str, ending: str = "s") -> str | None:
-    return None if number is None else f"{number} {one}{'' if number == 1 else ending}"
+    return None if number is None else counted(number, one, ending)
 
 
 def _device(contents: RunContents) -> str | None:

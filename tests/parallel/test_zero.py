@@ -46,8 +46,8 @@ KTO = Kto(beta=0.05, desirable_weight=1.0, undesirable_weight=1.5)
 DeepSpeedPlan = partial(ParallelPlan, dp_shard=2, zero_backend="deepspeed", microbatch_size=2, num_microbatches=2)
 
 
-def build(plan, spec=UNTIED, dtype=torch.float32, objective=None):
-    optimizer = partial(build_optimizer, training=TRAINING)
+def build(plan, spec=UNTIED, dtype=torch.float32, objective=None, training=TRAINING):
+    optimizer = partial(build_optimizer, training=training)
     return DeepSpeedModel(
         spec,
         plan,
@@ -314,6 +314,30 @@ def test_a_run_resumed_from_its_renamed_checkpoint_matches_an_undisturbed_one(tm
         for name, weight in weights.items():
             np.testing.assert_array_equal(weights_again[name], weight, err_msg=name)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]  # it writes only into the given folder
+
+
+def decayed_apart(stage, before, after, folder):
+    """Return a matrix, and the same after a step with each of two decays, the first of which the checkpoint has."""
+    saved = build(DeepSpeedPlan(zero_stage=stage), training=TRAINING.model_copy(update={"weight_decay": before}))
+    saved.initialize_weights(seed=1)
+    take_step(saved, 0)
+    saved.save(folder / "saved").result()
+    dist.barrier()
+    name = "layers.0.attention.wq.weight"
+    matrices = [weights_of(saved)[name]]
+    for decay in (before, after):
+        model = build(DeepSpeedPlan(zero_stage=stage), training=TRAINING.model_copy(update={"weight_decay": decay}))
+        model.load(folder / "saved")
+        take_step(model, 1)
+        matrices.append(weights_of(model)[name])
+    return matrices
+
+
+@pytest.mark.parametrize(("stage", "before", "after"), [(2, 0.5, 0.0), nightly(1, 0.0, 0.5), nightly(3, 0.5, 2.0)])
+def test_a_run_that_goes_on_with_another_decay_decays_as_much(tmp_path, stage, before, after):
+    for start, same, other in run_ranks(2, decayed_apart, stage, before, after, tmp_path):
+        less = TRAINING.learning_rate * (after - before) * start
+        np.testing.assert_allclose(same - other, less, rtol=0, atol=1e-7)
 
 
 class Bomb:
