@@ -8,7 +8,6 @@ take turns, first on the machine as it is, then beside one busy process more tha
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -19,11 +18,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import publish
 
 ROOT = Path(__file__).parents[1]
-BEGIN = "<!-- busy machine -->"
-END = "<!-- end of busy machine -->"
 WAYS: dict[str, dict[str, str]] = {
     "OpenMP's default": {},
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
@@ -61,13 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speeds = {"idle": measure(options.turns, options.seconds, processes)}
         with neighbours(cores + 1):
             speeds[f"beside {cores + 1} busy processes"] = measure(options.turns, options.seconds, processes)
-    options.out.mkdir(parents=True, exist_ok=True)
     table = f"{_machine(cores)}, median of {options.turns} turns\n\n{as_markdown(speeds)}"
-    (options.out / "busy_machine.json").write_text(json.dumps(speeds, indent=1) + "\n")
-    (options.out / "busy_machine.md").write_text(table)
-    sys.stdout.write(table)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, table)
+    publish("busy machine", speeds, table, folder=options.out, page=options.page)
     return 0
 
 

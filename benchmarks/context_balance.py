@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import rewrite
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
 from llama_core.data.datasets import load_datasets
@@ -27,8 +27,6 @@ from llama_core.parallel import document_chunks
 from llama_core.parallel.gathered_attention import held_documents
 from llama_core.rehearsal.byte_counter import replaced
 
-BEGIN = "<!-- context balance -->"
-END = "<!-- end of context balance -->"
 TILE = 128
 """Queries, and keys, of a tile."""
 MOST_TOKENS = 2**22
@@ -55,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     lines = list(table(options.seq_len, options.cp))
     sys.stdout.write("\n".join(lines) + "\n")
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, "\n".join(lines))
+    rewrite(options.page, "context balance", "\n".join(lines))
     return 0
 
 

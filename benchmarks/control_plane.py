@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import publish
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import LOG_HEADER, RankExit, exit_path, log_path, read_rank_exits
 from llama_core.launch.jobs.handle import JobHandle
@@ -39,8 +39,6 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
 
-BEGIN = "<!-- control plane -->"
-END = "<!-- end of control plane -->"
 WATCHED_SECONDS = 20.0
 """Time for which a running job is watched."""
 TRACED_SECONDS = 10
@@ -78,15 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if handle is not None:
             handle.wait(lambda step: None, lambda rank, line: None, lambda line: None)
         return 0
-    options.out.mkdir(parents=True, exist_ok=True)
     jobs = [_job_of(num_ranks) for num_ranks in options.ranks]
     files = [_files_of(num_ranks) for num_ranks in options.files]
-    (options.out / "control_plane.json").write_text(json.dumps({"jobs": jobs, "files": files}, indent=1) + "\n")
-    text = as_markdown(jobs, files)
-    (options.out / "control_plane.md").write_text(text)
-    sys.stdout.write(text)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, text)
+    figures = {"jobs": jobs, "files": files}
+    publish("control plane", figures, as_markdown(jobs, files), folder=options.out, page=options.page)
     return 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import publish
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
 from llama_core.data.bad_lines import BadLines
@@ -35,8 +35,6 @@ from llama_core.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from llama_core.machine.detect import cpu_model
 from llama_core.units import MIB
 
-BEGIN = "<!-- data at scale -->"
-END = "<!-- end of data at scale -->"
 TOKENS_OF_A_DOCUMENT = 10
 SEQ_LEN = 2048
 STARTS = ((10**6, 1), (10**7, 10), (10**8, 100), (10**7, 4000))
@@ -305,12 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = starts(folder)
     speed = speeds(folder / "text", options.repeats)
     machine = f"{cpu_model()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}"
-    (folder / "data_at_scale.json").write_text(json.dumps({"machine": machine, "starts": rows, "speeds": speed}))
-    table = as_markdown(machine, rows, speed)
-    (folder / "data_at_scale.md").write_text(table)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, table)
-    sys.stdout.write(table)
+    figures = {"machine": machine, "starts": rows, "speeds": speed}
+    publish("data at scale", figures, as_markdown(machine, rows, speed), folder=folder, page=options.page)
     return 0
 
 

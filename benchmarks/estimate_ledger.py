@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import rewrite
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision, RecomputeMode
 from llama_core.errors import ConfigError, PlanError
@@ -25,8 +25,6 @@ from llama_core.units import format_bytes
 
 SEED = 2026
 PAGE = Path(__file__).parents[1] / "docs/memory.md"
-BEGIN = "<!-- estimate ledger -->"
-END = "<!-- end of estimate ledger -->"
 MODELS = ("tiny_llama3_150m", "llama1_7b", "llama2_13b", "code_llama_7b", "llama3_8b", "llama3_70b", "llama3_405b")
 SEQ_LENS = (1024, 2048, 4096, 8192)
 FEWEST_BYTES = 64 * 2**20
@@ -135,7 +133,7 @@ def main() -> None:
     )
     header = "| model | plan | pipeline rank | dry run | estimate | error |\n| --- | --- | --- | --- | --- | --- |"
     table = "\n".join((summary, "", header, *rows))
-    rewrite_between(PAGE, BEGIN, END, table)
+    rewrite(PAGE, "estimate ledger", table)
     sys.stdout.write(summary + "\n")
 
 

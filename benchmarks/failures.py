@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import rewrite
 
-BEGIN = "<!-- failures -->"
-END = "<!-- end of failures -->"
 GPU_HOURS_PER_FAILURE = 54 * 24 * 16384 / 419
 """419 unexpected interruptions in 54 days on 16,384 GPUs. Source: Llama Team, The Llama 3 Herd of Models, 2024."""
 CHECKPOINT_BYTES = 12 * 405.85e9
@@ -149,8 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lines = ["| varied | value | 1,024 GPUs | 4,096 | 16,384 |", "|---|---|---|---|---|"]
     text = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows())]) + "\n"
     sys.stdout.write(text)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, text)
+    rewrite(options.page, "failures", text)
     return 0
 
 

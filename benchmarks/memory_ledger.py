@@ -9,13 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import rewrite
 from benchmarks.published import ledger, read_rows, write_predictions
 from benchmarks.published.tables import remarks, rows_table, section, summary_table
 from llama_core.errors import TrainingInfraError
-
-BEGIN = "<!-- published ledger -->"
-END = "<!-- end of published ledger -->"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TrainingInfraError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return getattr(error, "exit_code", 1)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, section(result))
+    rewrite(options.page, "published ledger", section(result))
     lines = [rows_table(result), summary_table(result), *remarks(result), f"predictions: {options.out}"]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

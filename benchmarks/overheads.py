@@ -23,12 +23,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import keep, rewrite
 from llama_core.machine.detect import cpu_model
 
 ROOT = Path(__file__).parents[1]
-BEGIN = "<!-- overheads -->"
-END = "<!-- end of overheads -->"
 DRY_RUN = (
     *("dry-run", "--model", "llama3_405b", "--gpus", "64", "--gpu-type", "h200", "--tensor-parallel", "4"),
     *("--pipeline-parallel", "1", "--zero-stage", "3", "--activation-checkpointing", "--batch-size", "16"),
@@ -69,18 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         example = OVERHEADS[0].name
         sys.stderr.write(f"error: --only {' '.join(options.only)} selects no overhead; one is like '{example}'\n")
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for overhead in chosen:
         rows.append({"name": overhead.name, "floor_is": overhead.floor, "aim": overhead.aim} | _measured(overhead))
         sys.stdout.write(f"{overhead.name}: {_in_short(rows[-1])}\n")
         sys.stdout.flush()
-        (options.out / "overheads.json").write_text(json.dumps({"machine": _machine(), "rows": rows}, indent=1) + "\n")
-        (options.out / "overheads.md").write_text(as_markdown(_machine(), rows))
+        keep(options.out, "overheads", {"machine": _machine(), "rows": rows}, as_markdown(_machine(), rows))
     table = as_markdown(_machine(), rows)
     sys.stdout.write("\n" + table)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, table)
+    rewrite(options.page, "overheads", table)
     return int(any("failed" in row for row in rows))
 
 

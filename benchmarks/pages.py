@@ -1,18 +1,38 @@
 """Tables and pictures in the documentation that a benchmark makes anew."""
 
+import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import plotly.graph_objects as go
 
 
-def rewrite_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replace the text of ``page`` between two lines, each of which occurs once."""
+def rewrite(page: Path | None, name: str, text: str) -> None:
+    """Replace the text of ``page``, if one is named, between ``<!-- name -->`` and ``<!-- end of name -->``."""
+    if page is None:
+        return
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
     before, rest = page.read_text(encoding="utf-8").split(begin)
     _, after = rest.split(end)
     page.write_text(f"{before}{begin}\n{text.rstrip()}\n{end}{after}", encoding="utf-8")
+
+
+def keep(folder: Path, name: str, figures: object, text: str) -> None:
+    """Write the figures of a benchmark as JSON, and its tables as Markdown, to ``folder``, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = name.replace(" ", "_")
+    (folder / f"{stem}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{stem}.md").write_text(text, encoding="utf-8")
+
+
+def publish(name: str, figures: object, text: str, *, folder: Path, page: Path | None) -> None:
+    """Keep a benchmark's figures and tables, print the tables, and write them into a page if one is named."""
+    keep(folder, name, figures, text)
+    sys.stdout.write(text)
+    rewrite(page, name, text)
 
 
 def draw(figure: go.Figure, picture: Path, *, width: int, height: int) -> None:

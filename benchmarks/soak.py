@@ -11,7 +11,6 @@ or a loss differs.
 """
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import publish
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
@@ -40,8 +39,6 @@ from llama_core.records.files import now
 from llama_core.records.metrics import read_heartbeat, read_metrics
 from llama_core.units import KIB, MIB, format_duration
 
-BEGIN = "<!-- soak -->"
-END = "<!-- end of soak -->"
 RANKS = 2
 KEPT = 2
 MEASURED_AFTER = 10
@@ -126,15 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--long-steps", type=int, default=3000, help="least steps of the long attempt; default: 3000")
     parser.add_argument("--page", type=Path, help="a page whose table is rewritten, such as docs/reliability.md")
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
     with _own_folder() as folder:
         soak = run_soak(folder, 60 * options.minutes, options.cycles, options.long_steps)
-    (options.out / "soak.json").write_text(json.dumps(asdict(soak), indent=1) + "\n")
-    table = as_markdown(soak)
-    (options.out / "soak.md").write_text(table)
-    sys.stdout.write(table)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, table)
+    publish("soak", asdict(soak), as_markdown(soak), folder=options.out, page=options.page)
     found = problems(soak)
     sys.stderr.writelines(f"error: {problem}\n" for problem in found)
     return int(bool(found))

@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 import torch
 from plotly.subplots import make_subplots
 
-from benchmarks.pages import draw, rewrite_between
+from benchmarks.pages import draw, rewrite
 from llama_core.config.models import BaseShape, ModelSpec, model_spec
 from llama_core.config.run import TrainingConfig
 from llama_core.config.settings import DataConfig
@@ -31,8 +31,6 @@ from llama_core.training.optimizer import build_optimizer
 from llama_core.training.rates import learning_rate
 from training_reports.figures import BLUE, GREY, ORANGE, TEAL
 
-BEGIN = "<!-- width transfer -->"
-END = "<!-- end of width transfer -->"
 SHAPES = (BaseShape(64, 2), BaseShape(256, 2), BaseShape(256, 8))
 """The models; the first is the base."""
 CHECKED_SHAPES = (BaseShape(64, 2), BaseShape(128, 2), BaseShape(256, 2), BaseShape(512, 2), BaseShape(256, 8))
@@ -67,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
         lines.append(line)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, "\n".join(lines))
+    rewrite(options.page, "width transfer", "\n".join(lines))
     if options.picture is not None:
         draw(picture(found), options.picture, width=WIDTH_PX, height=HEIGHT_PX)
     return 0

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import keep, rewrite
 from benchmarks.peers.turns import BATCHES, STEP
 from llama_core.config.hugging_face import config_json
 from llama_core.config.run import RunConfig
@@ -47,8 +47,6 @@ gradient is, so rounding in bf16 may flip the sign of one."""
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 MAX_GRAD_NORM = 1.0
 LORA_RANK = 16
-BEGIN = "<!-- peers -->"
-END = "<!-- end of peers -->"
 
 Row = dict[str, Any]
 
@@ -131,12 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(row)
         sys.stdout.write(f"{case.name}: {_in_short(row)}\n")
         sys.stdout.flush()
-        (options.out / "peers.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
-        (options.out / "peers.md").write_text(as_markdown(machine, rows))
+        keep(options.out, "peers", {"machine": machine, "rows": rows}, as_markdown(machine, rows))
     table = as_markdown(machine, rows)
     sys.stdout.write("\n" + table)
-    if options.page is not None:
-        rewrite_between(options.page, BEGIN, END, table)
+    rewrite(options.page, "peers", table)
     return int(any("failed" in row for row in rows))
 
 

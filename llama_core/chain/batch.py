@@ -56,4 +56,3 @@ def _unit_in_rows(data: Mapping[str, Any]) -> str:
     unit = str(data.get("unit", DOCUMENTS))
     is_known = bool(data.get("num_sequences")) and "num_documents" in data  # another version's record may lack them
     return unit if is_known and unit != DOCUMENTS else ""
-

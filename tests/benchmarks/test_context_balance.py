@@ -36,7 +36,7 @@ def test_ranks_together_compute_every_pair_once_and_uncut_documents_are_uneven(c
 
 def test_the_table_is_put_on_a_page(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{context_balance.BEGIN}\nold\n{context_balance.END}\nafter\n")
+    page.write_text("before\n<!-- context balance -->\nold\n<!-- end of context balance -->\nafter\n")
     monkeypatch.setattr(context_balance, "MOST_TOKENS", 2**14)
     monkeypatch.setattr(context_balance, "sample_lengths", context_balance.log_normal_lengths)
     assert context_balance.main(["--seq-len", "4096", "--cp", "2", "--page", str(page)]) == 0

@@ -9,14 +9,14 @@ from benchmarks import overheads
 
 def test_a_cheap_row_is_measured_and_its_table_put_on_a_page(tmp_path, capsys):
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{overheads.BEGIN}\nold\n{overheads.END}\nafter\n")
+    page.write_text("before\n<!-- overheads -->\nold\n<!-- end of overheads -->\nafter\n")
     assert overheads.main(["--out", str(tmp_path), "--only", "import*", "--page", str(page)]) == 0
     (row,) = json.loads((tmp_path / "overheads.json").read_text())["rows"]
     assert row["ours"] > 0
     assert row["floor"] > 0
     table = (tmp_path / "overheads.md").read_text()
     assert "| import training_infra, without torch |" in table
-    assert page.read_text() == f"before\n{overheads.BEGIN}\n{table}{overheads.END}\nafter\n"
+    assert page.read_text() == f"before\n<!-- overheads -->\n{table}<!-- end of overheads -->\nafter\n"
     assert table in capsys.readouterr().out
 
 

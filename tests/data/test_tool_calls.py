@@ -482,7 +482,14 @@ WITH_NULL = calling(call(arguments={"city": None}))
     [
         ("documents", {"messages": [ASKED, WITH_NULL]}),
         ("pairs", {"chosen": [ASKED, WITH_NULL], "rejected": [ASKED, CALLED[-1]]}),
-        ("pairs", {"prompt": [ASKED, WITH_NULL, result()], "chosen": [CALLED[-1]], "rejected": [{"role": "assistant", "content": "No."}]}),
+        (
+            "pairs",
+            {
+                "prompt": [ASKED, WITH_NULL, result()],
+                "chosen": [CALLED[-1]],
+                "rejected": [{"role": "assistant", "content": "No."}],
+            },
+        ),
         ("labelled answers", {"prompt": [ASKED], "completion": [WITH_NULL], "label": True}),
     ],
 )

@@ -12,10 +12,9 @@ import pytest
 import torch
 from faulty_run import PHASES, FaultyRun
 
-from benchmarks.pages import rewrite_between
+from benchmarks.pages import rewrite
 from llama_core.machine.detect import available_cores
 
-BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 _CELL, _PROMISE = "cell of the table of faults", "promise of a cell"
 _cells = []
 """The cells of this session, as dictionaries, in order; under xdist, on the process that collects the reports."""
@@ -80,7 +79,7 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(session):
     page = os.environ.get("FAULTS_PAGE")
     if page and _cells and not hasattr(session.config, "workerinput"):
-        rewrite_between(Path(page), BEGIN, END, written(_cells))
+        rewrite(Path(page), "faults", written(_cells))
 
 
 def written(cells):

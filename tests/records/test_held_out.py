@@ -70,7 +70,11 @@ def test_rows_and_what_holds_them_are_printed_without_their_losses():
 @pytest.mark.parametrize(
     ("parts", "weights", "told"),
     [
-        ({"code": (3.0, 30), "wiki": (2.0, 10)}, {"code": 0.75, "wiki": 0.25}, "(code 3.0000 x 75%, wiki 2.0000 x 25%)"),
+        (
+            {"code": (3.0, 30), "wiki": (2.0, 10)},
+            {"code": 0.75, "wiki": 0.25},
+            "(code 3.0000 x 75%, wiki 2.0000 x 25%)",
+        ),
         ({"one": (2.5, 7)}, {"one": 1.0}, "(one 2.5000 x 100%)"),
         ({"a": (1.0, 50), "b": (2.0, 50), "c": (6.0, 100)}, {"a": 0.25, "b": 0.25, "c": 0.5}, "c 6.0000 x 50%)"),
     ],
