@@ -160,7 +160,7 @@ class RunConfig(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _with_dependent_defaults(cls, given: Any, validated: ModelWrapValidatorHandler[Self]) -> Self:
-        """Fill in what initial weights bring, and defaults that depend on other settings: none of it counts as given."""
+        """Fill in what weights bring, and defaults that depend on other settings: none of it counts as given."""
         training = given.get("training", {}) if isinstance(given, dict) else None
         if isinstance(training, TrainingConfig):
             training = training.given()
