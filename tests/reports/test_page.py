@@ -318,7 +318,7 @@ def test_the_page_begins_with_data_batch_and_commit(run):
         "Parameters 50.14M",
         "Tokenizer bytes",
         "Data sample, 120 documents, 65.00K tokens",
-        "Sequence length 2048 tokens",
+        "Sequence length 2,048 tokens",
         "Global batch 8 sequences",
         "Microbatch 4 sequences",
         "Gradient accumulation 2 microbatches",
