@@ -44,7 +44,7 @@ class Registry(dict[str, Row]):
         super().__init__({row.name: row for row in built_in})
         self.parts = parts
         self._kind = kind
-        self._built_in = frozenset(self)
+        self._built_in = tuple(self)
 
     def find(self, name: str) -> Row | None:
         """Return the row called ``name``; None if it is neither built in nor of an installed package.
@@ -55,6 +55,10 @@ class Registry(dict[str, Row]):
         if name not in self and name in self._installed:
             self[name] = self._load(self._installed[name])
         return self.get(name)
+
+    def built_in(self) -> tuple[Row, ...]:
+        """Return the built-in rows, whatever was asked for of packages."""
+        return tuple(self[name] for name in self._built_in)
 
     def names(self) -> tuple[str, ...]:
         """Return every name that can be asked for."""

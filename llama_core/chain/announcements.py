@@ -27,6 +27,7 @@ from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
+from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
@@ -41,22 +42,24 @@ from llama_core.training.rates import learning_rate
 from llama_core.units import format_count
 
 
-def describe(run: RunDirectory) -> str:
-    """Return the run's path, and whether it is new, continued, finished or already running.
+def describe(run: RunDirectory) -> tuple[str, int]:
+    """Return the run's path with whether it is new, continued, finished or already running, and its newest step.
+
+    The newest step is that of the checkpoint from which the run goes on; 0 if it has none.
 
     Raises:
         CheckpointError: if it has checkpoints, but the ranks on this machine could read none.
     """
     if not any(path.exists() for path in (run.job, run.outcome, run.heartbeat)):
-        return f"{run.path}, new"
+        return f"{run.path}, new", 0
     job = attach(run)
     if job is not None:
-        return f"{run.path}: job {job.record.job_id} is already running; following it"
+        return f"{run.path}: job {job.record.job_id} is already running; following it", newest_step(run)
     if is_finished(run):
-        return f"{run.path}: already finished"
+        return f"{run.path}: already finished", newest_step(run)
     step = step_to_continue(run, partial(say, "warning"))
     unread = "" if step == 0 or load_config(run).launch.is_here else ", if the ranks find that checkpoint intact"
-    return f"{run.path}: {continuing(step)}{unread}"
+    return f"{run.path}: {continuing(step)}{unread}", step
 
 
 def asked_memory(run: RunDirectory) -> str:
@@ -188,14 +191,13 @@ def _say_first_records(run: RunDirectory) -> None:
         say("data", str(facts["data"]))
 
 
-def say_extension(run: RunDirectory) -> None:
-    """Print what a new number of steps means for the learning rate of a run that goes on."""
+def say_extension(run: RunDirectory, step: int) -> None:
+    """Print what a new number of steps means for the learning rate of a run that goes on after ``step``."""
     newest = read_heartbeat(run)
     training = load_config(run).training
     total = training.steps
     if newest is None or total is None or total == newest.total_steps:
         return
-    step = step_to_continue(run, lambda line: None)
     after = f"{learning_rate(step + 1, training, total):.2e} at step {step + 1}"
     change = after
     if step:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.downloads import DOCUMENTS, INITIAL_WEIGHTS, resolve
-from llama_core.chain.prepare import check_initial_weights
+from llama_core.chain.prepare import check_initial_weights, other_tokenizer
 from llama_core.chain.runs import RUNS
 from llama_core.config.run import RunConfig
 from llama_core.data.check import check_data
@@ -57,5 +57,6 @@ def _check_files(found: Findings, config: RunConfig, run: RunDirectory) -> None:
     try:
         if not no_weights:
             found.warnings += check_initial_weights(asked.config, run)
+            found.warnings += other_tokenizer(asked.config, run)
     except RequestError as error:
         found.errors.append(str(error))

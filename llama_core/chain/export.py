@@ -21,14 +21,14 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import BYTES, HuggingFaceTokenizer, difference, load_tokenizer, tokenizer_file
+from llama_core.data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer, difference, load_tokenizer, tokenizer_file
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.imports import importing_torch
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
-from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, saved_run
+from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, refuse_own_head, saved_run
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import open_file, own_file, read_file, read_json, user_path
 
@@ -100,16 +100,21 @@ def export_run(
     tell(f"{f'the mean of {names} and ' if others else ''}{checkpoint} in {dtype}")
     try:
         with new_folder_beside(out.absolute()) as writing:
-            special = _write_tokenizer(config.data, writing, tell)
-            _write_chat_template(run, config, writing, tell)
-            generation = _generation(checkpoint, config, special, tell)
+            tokenizer = _own_tokenizer(config.data, tell)
+            generation = generation_config(checkpoint)
+            if tokenizer is not None:
+                _write_tokenizer(tokenizer, config.data, writing, tell)
+                _write_chat_template(run, config, tokenizer, writing, tell)
+                generation = _with_every_end(generation, checkpoint, config, tokenizer, tell)
             if _is_for_peft(config.spec) and not merged:
-                _write_ends_beside_base(checkpoint, writing, generation, special, tell)
+                if tokenizer is not None:
+                    _write_ends_beside_base(checkpoint, writing, generation, tokenizer, tell)
                 _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
             else:
                 _write_json(writing / GENERATION_CONFIG, generation)
                 _write_model(checkpoint, others, config, writing, dtype=dtype, generation=generation, tell=tell)
-            _tell_other_ids(config.data, writing, tell)
+            if tokenizer is not None:
+                _tell_other_ids(tokenizer, config.data, writing, tell)
             refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:
@@ -160,6 +165,7 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
     if spec.lora is not None and (merged or not _is_for_peft(spec) or spec.lora.take_principal_part):
         check_pretrained(spec, checkpoint)
         refuse_damaged_base(checkpoint)
+        refuse_own_head(spec, checkpoint)
     refuse_files_in(out)
 
 
@@ -235,38 +241,45 @@ def _base(checkpoint: Path, config: RunConfig) -> str:
     return str(origin.base)
 
 
-def _write_tokenizer(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> dict[str, int]:
-    """Copy the run's tokenizer to ``folder``, and return the ids of its special tokens, if they are known."""
+def _own_tokenizer(data: DataConfig, tell: Callable[[str], None]) -> Tokenizer | None:
+    """Return the run's tokenizer; None if it has none that can be read."""
     if data.source == DATALOADER:
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
-        return {}
+        return None
     try:
-        tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+        return load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
     except DataError as error:
         tell(f"no tokenizer: {error}")
-        return {}
-    special = {"eos_id": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_id": tokenizer.bos_id})
+        return None
+
+
+def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of EOS and, if there is one, of BOS, by the names of their tokens in files."""
+    return {"eos_token": tokenizer.eos_id} | ({} if tokenizer.bos_id is None else {"bos_token": tokenizer.bos_id})
+
+
+def _write_tokenizer(tokenizer: Tokenizer, data: DataConfig, folder: Path, tell: Callable[[str], None]) -> None:
+    """Copy the run's tokenizer to ``folder``."""
     if data.tokenizer == BYTES:
         try:
             write_byte_tokenizer(folder, adds_bos=data.add_bos_token is not False)
         except EnvironmentMismatchError as error:
             tell(f"no tokenizer: {error}")
-        return special
+        return
     file = tokenizer_file(user_path(data.tokenizer))
     is_sentencepiece = file.suffix == SENTENCEPIECE.suffix
     if not _copy(file, folder / (SENTENCEPIECE if is_sentencepiece else "tokenizer.json"), tell):
-        return special
+        return
     for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER if not (folder / name).exists()):
         if beside.exists():
             _copy(beside, folder / beside.name, tell)
     _copy_other_templates(file.with_name(CHAT_TEMPLATES), folder / CHAT_TEMPLATES, tell)
     if not is_sentencepiece and not (folder / TOKENIZER_CONFIG).exists():
         names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
-        tokens = {_token(name): names[index] for name, index in special.items() if index in names}
+        tokens = {name: names[index] for name, index in _special_ids(tokenizer).items() if index in names}
         _write_json(folder / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"} | tokens)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _write_bos(tokenizer, folder, is_forced=data.add_bos_token is not None)
-    return special
 
 
 def _copy_other_templates(folder: Path, to: Path, tell: Callable[[str], None]) -> None:
@@ -293,18 +306,15 @@ def _write_bos(tokenizer: HuggingFaceTokenizer, folder: Path, *, is_forced: bool
         _write_json(config, said | {"add_bos_token": tokenizer.bos_id in tokenizer.before})
 
 
-def _generation(
-    checkpoint: Path, config: RunConfig, special: dict[str, int], tell: Callable[[str], None]
+def _with_every_end(
+    generation: dict[str, Any], checkpoint: Path, config: RunConfig, tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return how the exported model generates, with every token that ends a text or a turn."""
-    generation = generation_config(checkpoint)
-    if not special:
-        return generation
-    ends = [special["eos_id"]]
-    if "bos_id" in special:
-        generation = {"bos_token_id": special["bos_id"]} | generation
+    ends = [tokenizer.eos_id]
+    if tokenizer.bos_id is not None:
+        generation = {"bos_token_id": tokenizer.bos_id} | generation
     try:
-        learnt = end_of_learnt_turn(checkpoint, config, load_tokenizer(config.data.tokenizer))
+        learnt = end_of_learnt_turn(checkpoint, config, tokenizer)
     except DataError as error:
         tell(f"no end of a turn: {error}")
         learnt = frozenset()
@@ -319,16 +329,15 @@ def _generation(
     return with_ends(generation, ends)
 
 
-def _tell_other_ids(data: DataConfig, folder: Path, tell: Callable[[str], None]) -> None:
+def _tell_other_ids(tokenizer: Tokenizer, data: DataConfig, folder: Path, tell: Callable[[str], None]) -> None:
     """Tell of a tokenizer that gives other ids in its new folder: beside another ``config.json``, or without a file."""
     if data.tokenizer == BYTES or not _has_tokenizer(folder):
         return
     try:
         here = load_tokenizer(str(folder))
-        own = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
-        found = "a text begins otherwise" if here.before != own.before else ""
+        found = "a text begins otherwise" if here.before != tokenizer.before else ""
         if not found and data.add_bos_token is None:
-            found = difference(here, own)
+            found = difference(here, tokenizer)
     except DataError as error:
         found = str(error)
     if found:
@@ -340,10 +349,10 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _write_ends_beside_base(
-    checkpoint: Path, folder: Path, generation: dict[str, Any], special: dict[str, int], tell: Callable[[str], None]
+    checkpoint: Path, folder: Path, generation: dict[str, Any], tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> None:
     """Write the ends of an adapters' model, if there are any that neither its base nor its tokenizer names."""
-    known = {*end_tokens(generation_config(checkpoint)), *special.values()}
+    known = {*end_tokens(generation_config(checkpoint)), *_special_ids(tokenizer).values()}
     more = [end for end in end_tokens(generation) if end not in known]
     if more:
         _write_json(folder / GENERATION_CONFIG, generation)
@@ -353,7 +362,9 @@ def _write_ends_beside_base(
         )
 
 
-def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path, tell: Callable[[str], None]) -> None:
+def _write_chat_template(
+    run: RunDirectory, config: RunConfig, tokenizer: Tokenizer, folder: Path, tell: Callable[[str], None]
+) -> None:
     """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another.
 
     Templates for other purposes go with the one that they came with: they would not be what the run has learnt.
@@ -362,7 +373,6 @@ def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path, tel
         return
     if not run.data.exists() or read_json(run.data).get("chat_template") is None:  # it was trained on none
         return
-    tokenizer = load_tokenizer(config.data.tokenizer)
     template = chat_format(config.data, tokenizer, config.spec, files=()).template
     if tokenizer.chat_template is None or tokenizer.chat_template.template != template.source:
         (folder / CHAT_TEMPLATE).write_text(template.source)
@@ -375,7 +385,7 @@ def _write_chat_template(run: RunDirectory, config: RunConfig, folder: Path, tel
 def _other_templates(folder: Path) -> list[str]:
     """Return the names of the templates that a tokenizer has beside its default one."""
     names = {file.stem for file in (folder / CHAT_TEMPLATES).glob("*.jinja")}
-    file = folder / "tokenizer_config.json"
+    file = folder / TOKENIZER_CONFIG
     configured = json.loads(read_file(file)).get("chat_template") if file.exists() else None
     if isinstance(configured, list):  # transformers 4 wrote them all there
         names |= {str(entry.get("name")) for entry in configured if isinstance(entry, dict)}
@@ -393,11 +403,6 @@ def _copy(file: Path, to: Path, tell: Callable[[str], None]) -> bool:
     with source, to.open("xb") as target:
         shutil.copyfileobj(source, target)
     return True
-
-
-def _token(name: str) -> str:
-    """Return ``eos_token`` for ``eos_id``."""
-    return f"{name.removesuffix('_id')}_token"
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -33,7 +33,13 @@ from llama_core.errors import ConfigError, DataError, DoesNotFitError, Environme
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.generation_config import generation_config, with_ends
-from llama_core.models.pretrained import check_pretrained, resolve_intact, resolve_pretrained, saved_run
+from llama_core.models.pretrained import (
+    check_pretrained,
+    refuse_own_head,
+    resolve_intact,
+    resolve_pretrained,
+    saved_run,
+)
 from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import data_digests, newest_checkpoint, newest_step
@@ -180,7 +186,7 @@ def _learnt_ends(source: Path) -> list[int]:
     before = saved_run(source)
     try:
         ends = end_of_learnt_turn(source, before, load_tokenizer(before.data.tokenizer))
-    except DataError as error:
+    except (DataError, EnvironmentMismatchError) as error:
         say("note", f"the end of the turns that {source} has learnt is unknown: {error}")
         return []
     return [end[0] for end in ends if len(end) == 1]
@@ -207,8 +213,7 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
     A run with a checkpoint no longer needs them, unless it trains adapters: checkpoints leave out frozen weights.
 
     Returns:
-        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own, and
-        for another tokenizer.
+        A sentence for each setting, such as the rotary embedding, in which the model differs from the weights' own.
 
     Raises:
         WeightsError: if the weights are missing, incomplete or another model's, or their ``generation_config.json`` is
@@ -219,11 +224,17 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
         return []
     source = Path(resolve_pretrained(init_from))
     generation_config(source)  # the run keeps it
-    return check_pretrained(config.spec, source) + _other_tokenizer(config, source)
+    notes = check_pretrained(config.spec, source)
+    refuse_own_head(config.spec, source)
+    return notes
 
 
-def _other_tokenizer(config: RunConfig, source: Path) -> list[str]:
-    """Return a sentence if a run gives the tokens of its initial weights other ids."""
+def other_tokenizer(config: RunConfig, run: RunDirectory | None = None) -> list[str]:
+    """Return a sentence if a run gives the tokens of its initial weights, should it need them, other ids."""
+    init_from = config.training.init_from
+    if init_from is None or not _needs_initial_weights(config, run):
+        return []
+    source = Path(resolve_pretrained(init_from))
     tokenizers = _own_and_brought(config, source)
     if tokenizers is None or not (found := difference(*tokenizers)):
         return []
@@ -237,12 +248,13 @@ def _other_tokenizer(config: RunConfig, source: Path) -> list[str]:
 
 
 def _own_and_brought(config: RunConfig, source: Path) -> tuple[Tokenizer, Tokenizer] | None:
-    """Return the tokenizers of a run and of its initial weights; None if one of them is unknown."""
-    brought = settings_of_weights(str(source)).get("data")
-    if brought is None or config.data.source == DATALOADER:
+    """Return the tokenizers of a run and of its initial weights; None if they are one, or one of them is unknown."""
+    brought = settings_of_weights(str(source)).get("data", {}).get("tokenizer")
+    own = config.data.tokenizer
+    if brought in {None, own} or config.data.source == DATALOADER:
         return None
     try:
-        return load_tokenizer(config.data.tokenizer), load_tokenizer(brought["tokenizer"])
+        return load_tokenizer(own), load_tokenizer(brought)
     except (DataError, EnvironmentMismatchError):  # the run's own is refused where the data are read
         return None
 

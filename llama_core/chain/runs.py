@@ -220,11 +220,13 @@ def _refuse_change_of_running_job(run: RunDirectory, asked: Collection[str]) -> 
 def settings_change(run: RunDirectory, config: RunConfig) -> SettingsChange | None:
     """Return how the settings with which a run goes on differ from those of its newest checkpoint.
 
-    None if they do not and never did: only otherwise is the checkpoint read to find out after which step it goes on.
+    None if they do not, and every checkpoint was saved after the changes that are recorded: only otherwise is the
+    checkpoint read to find out after which step it goes on.
     """
     before = settings_to_continue(run)
     keys = RECORDED.intersection(differences(before, config))
-    if not keys and not read_settings_changes(run):
+    oldest = min(map(checkpoint_step, list_checkpoints(run)), default=0)
+    if not keys and all(change.step < oldest for change in read_settings_changes(run)):
         return None
     return SettingsChange(step_to_continue(run, lambda line: None), values_of(before, keys), values_of(config, keys))
 

@@ -155,12 +155,6 @@ def _check_full_model(spec: ModelSpec, source: Path) -> list[str]:
     if not is_checkpoint(source):
         notes: list[str] = []
         stored = hugging_face_weights(spec, source, notes.append)
-        if spec.tied_embeddings and has_own_head(source):
-            raise WeightsError(
-                f"{source}/config.json says tie_word_embeddings=true, but {HEAD} holds other numbers than "
-                f"{_EMBEDDING}; set architecture.tied_embeddings=false to have that head, as transformers 5 "
-                "does, or remove it there"
-            )
         return notes + _moved(spec, _model_of(source), source) + _rounded_again(spec, stored, source)
     _check_complete(source)
     return _check_architecture(spec, full_model(source), source)
@@ -250,6 +244,25 @@ def has_own_head(folder: Path) -> bool:
     if not {HEAD, _EMBEDDING} <= tensors.keys():
         return False
     return not holds_same_numbers(tensors[HEAD], tensors[_EMBEDDING])
+
+
+def refuse_own_head(spec: ModelSpec, source: Path) -> None:
+    """Refuse a base that ``has_own_head`` for a model whose head is its embedding.
+
+    Args:
+        spec: the model.
+        source: weights that ``check_pretrained`` has accepted for it.
+
+    Raises:
+        WeightsError: naming the setting that keeps the head.
+    """
+    base = origin_of(source).base
+    if spec.tied_embeddings and base is not None and not is_checkpoint(base) and has_own_head(base):
+        raise WeightsError(
+            f"{base}/config.json says tie_word_embeddings=true, but {HEAD} holds other numbers than "
+            f"{_EMBEDDING}; set architecture.tied_embeddings=false to have that head, as transformers 5 "
+            "does, or remove it there"
+        )
 
 
 def hugging_face_weights(

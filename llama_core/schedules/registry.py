@@ -30,7 +30,7 @@ def schedule_names() -> tuple[str, ...]:
 
 def searched_schedules() -> tuple[ScheduleType, ...]:
     """Return the schedules among which a search chooses; one of a package is only run if it is asked for."""
-    return tuple(SCHEDULES.values())
+    return SCHEDULES.built_in()
 
 
 def schedule_type(name: str) -> ScheduleType:

@@ -88,11 +88,10 @@ def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
     yield measure("time in steps", lambda run: run.num_seconds, format_duration)
     yield from _losses(runs)
     yield from _scores(runs)
-    is_faster = partial(_is_faster, runs)
     rate = measure("tokens/s", lambda run: run.tokens_per_second, "{:,.0f}".format, "high")
-    yield replace(rate, is_told_apart=is_faster)
     mfu = measure("MFU", lambda run: run.mfu, "{:.1%}".format, "high")
-    yield replace(mfu, is_told_apart=is_faster)
+    for speed in (rate, mfu):
+        yield replace(speed, is_told_apart=partial(_is_faster, runs, speed.values))
     yield measure("peak memory", lambda run: run.memory_peak_bytes, format_bytes, "low")
     hours = measure("device hours", lambda run: run.device_hours, "{:,.3g}".format, "low")
     cost = measure("cost", lambda run: run.dollars, "${:,.2f}".format, "low")
@@ -166,12 +165,25 @@ def _had_own_machines(runs: Sequence[ComparedRun], one: int, other: int) -> bool
     return not (runs[one].was_disturbed or runs[other].was_disturbed)
 
 
-def _is_faster(runs: Sequence[ComparedRun], fast: int, slow: int) -> bool:
-    """Return whether a run is faster than another by more than the noise of their steps; so is one of a single step."""
-    first = runs[fast].contents.benchmark
-    second = runs[slow].contents.benchmark
-    if first is not None and second is not None:
-        return first.is_told_apart(second)
-    quartiles = runs[fast].throughput_quartiles
-    others = runs[slow].throughput_quartiles
-    return quartiles is None or others is None or quartiles[0] > others[1]
+def _is_faster(runs: Sequence[ComparedRun], speeds: Sequence[float | None], fast: int, slow: int) -> bool:
+    """Return whether a run is faster than another by more than the noise of their steps; so is one of a single step.
+
+    Args:
+        runs: the runs.
+        speeds: what is compared, proportional to a run's tokens/s by a factor of its own, as MFU is.
+        fast: the place of the faster run.
+        slow: that of the slower one.
+    """
+    best = _middle_half(runs[fast], speeds[fast])
+    worst = _middle_half(runs[slow], speeds[slow])
+    overlap = best is not None and worst is not None and best[0] <= worst[1]
+    return not overlap and _had_own_machines(runs, fast, slow)
+
+
+def _middle_half(run: ComparedRun, speed: float | None) -> tuple[float, float] | None:
+    """Return the lower and upper quartile over the steps of what is ``speed`` in their median; None if unknown."""
+    quartiles = run.throughput_quartiles
+    if quartiles is None or speed is None or not run.tokens_per_second:
+        return None
+    slow, fast = (speed * rate / run.tokens_per_second for rate in quartiles)
+    return slow, fast

@@ -30,14 +30,14 @@ from training_reports.peak_memory import memory_comparison_panel, relative_error
 from training_reports.timelines import pipeline_timelines
 
 
-def write_report(run: RunDirectory, *, is_running: bool = False) -> Path:
+def write_report(run: RunDirectory, *, job: str = "") -> Path:
     """Write the report of ``run`` as it stands and return its path.
 
     A missing or damaged record is replaced by a sentence that says so.
 
     Args:
         run: the run.
-        is_running: whether its job is known to be queued or running.
+        job: what its job is doing, by ``JobHandle.state``; empty if it has none that has not ended.
 
     Raises:
         RunDirectoryError: if there is no such directory, or the page cannot be written.
@@ -53,8 +53,8 @@ def write_report(run: RunDirectory, *, is_running: bool = False) -> Path:
         "run.html",
         name=run.name,
         source=run.path,
-        status=_status(contents, is_running=is_running),
-        style=STATUS_STYLE.get(outcome.status, "bad") if outcome and not is_running else "idle",
+        status=_status(contents, job),
+        style=STATUS_STYLE.get(outcome.status, "bad") if outcome and not job else "idle",
         warning=_warning(contents),
         facts=_facts(contents),
         contents=contents,
@@ -150,11 +150,11 @@ def _device(contents: RunContents) -> str | None:
     return ", ".join(sorted({rank["device"] for rank in ranks})) or None
 
 
-def _status(contents: RunContents, *, is_running: bool) -> str:
+def _status(contents: RunContents, job: str) -> str:
     outcome = contents.outcome
-    if is_running:
+    if job:
         latest = contents.heartbeat
-        return "running, no step yet" if latest is None else f"running, step {latest.step} of {latest.total_steps}"
+        return f"{job}, no step yet" if latest is None else f"{job}, step {latest.step} of {latest.total_steps}"
     if outcome is None:
         return "no outcome yet"
     return "refused" if outcome.status == REFUSED else outcome.status

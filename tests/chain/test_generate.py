@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from llama_core.chain.conversation import Conversation
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import TextModel, choose_device
-from llama_core.chain.prepare import check_initial_weights, prepare_run
+from llama_core.chain.prepare import other_tokenizer, prepare_run
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.data.chat_template import LLAMA3, MARKERS
@@ -376,7 +376,7 @@ def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, ex
     data = {"tokenizer": str(own) if named == "special" else named} if named else {}
     training = {"init_from": str(base), "batch_size": 1, "seq_len": 32}
     given = {"training": training | {"steps": 1}, "data": data, "launch": {"device": "cpu"}}
-    told = check_initial_weights(RunConfig.from_mapping(given))
+    told = other_tokenizer(RunConfig.from_mapping(given))
     kept = prepare_run(RunConfig.from_mapping(given), tmp_path / "run").generation_config
     assert kept.exists() is (named != "bytes"), "ids of another tokenizer are not kept"
     assert [f"data.tokenizer=bytes is not the tokenizer that {base} has learnt with: 2" in line for line in told] == [

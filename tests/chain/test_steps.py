@@ -619,15 +619,15 @@ def test_a_finished_run_that_has_lost_its_last_checkpoint_goes_on_from_the_one_b
     assert is_finished(prepare_run(config(steps=10), run.path, resume=True))
     shutil.rmtree(run.checkpoints / checkpoint_name(10))
     assert not is_finished(prepare_run(config(steps=10), run.path, resume=True))
-    assert announcements.describe(run) == f"{run.path}: continues after step 5"
+    assert announcements.describe(run)[0] == f"{run.path}: continues after step 5"
 
 
 def test_a_run_says_where_it_goes_on(tmp_path):
     run = prepare_run(config(), tmp_path / "run")
     write_json(run.job, JobRecord("local", "999999999", socket.gethostname(), "2026-01-01T00:00:00+00:00"))
-    assert announcements.describe(run) == f"{run.path}: starts over, since there is no checkpoint yet"
+    assert announcements.describe(run)[0] == f"{run.path}: starts over, since there is no checkpoint yet"
     save_checkpoint(run, 7)
-    assert announcements.describe(run) == f"{run.path}: continues after step 7"
+    assert announcements.describe(run)[0] == f"{run.path}: continues after step 7"
 
 
 def checkpoints_of(run, *steps):
@@ -657,7 +657,7 @@ def test_a_run_goes_on_after_its_newest_intact_checkpoint_and_says_so(tmp_path, 
     *_, newest = checkpoints_of(run, 3, 7, 11)
     damage(newest)
     capsys.readouterr()
-    assert announcements.describe(run) == f"{run.path}: continues after step 7"
+    assert announcements.describe(run)[0] == f"{run.path}: continues after step 7"
     assert re.fullmatch(r"warning +checkpoint step-00000011 is damaged \(.*\); .*\n", capsys.readouterr().out)
 
 
@@ -675,7 +675,7 @@ def test_a_checkpoint_that_only_the_ranks_will_read_is_not_said_to_be_intact(tmp
     run.config.write_text(load_config(run).with_overrides("launch.launcher=slurm").to_yaml())
     file.write_bytes(b"weighty")
     where_it_goes_on = f"{run.path}: continues after step 3, if the ranks find that checkpoint intact"
-    assert announcements.describe(run) == where_it_goes_on
+    assert announcements.describe(run)[0] == where_it_goes_on
 
 
 def test_a_run_that_only_timed_steps_is_not_finished():

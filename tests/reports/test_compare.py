@@ -103,6 +103,20 @@ def test_timed_steps_that_overlap_have_no_winner(tmp_path):
         assert slower_last.endswith("(-50.0%)" if winner else "(within the noise)")
 
 
+def test_steps_that_use_the_peak_better_win_by_mfu_though_others_have_more_tokens_a_second(tmp_path):
+    small, large = paths = [write(tmp_path / name) for name in ("small", "large")]
+    timed = read_json(small / "benchmark.json")
+    for path, factor in ((small, 0.9), (large, 2.0)):
+        seconds = [factor * value for value in timed["step_seconds"]]
+        rates = {"tokens_per_second": timed["tokens_per_second"] / factor, "mfu": 0.2 * factor}
+        write_json(path / "benchmark.json", timed | {"step_seconds": seconds} | rates)
+    found = measures(paths)
+    assert (found["tokens/s"].winner, found["MFU"].winner) == (0, 1)
+    assert found["MFU"].cells()[1].endswith("(+122.2%)")
+    write_json(large / "benchmark.json", read_json(large / "benchmark.json") | {"mfu": 0.1801})
+    assert measures(paths)["MFU"].winner is None
+
+
 def test_a_speed_of_a_shared_machine_is_no_better_and_a_note_says_so(tmp_path):
     paths = [write(tmp_path / "a"), write(tmp_path / "b", rate=2)]
     assert measures(paths)["cost"].cells()[1].endswith("(-50.0%)")

@@ -83,14 +83,14 @@ def facts(page):
 def test_a_run_at_work_has_its_newest_step_as_its_status_and_its_ranks_as_its_device(run, tmp_path):
     queued = RunDirectory(tmp_path / "queued")
     queued.create()
-    waiting = write_report(queued, is_running=True)
-    assert "running, no step yet" in waiting.read_text()
+    waiting = write_report(queued, job="queued, for Resources")
+    assert "queued, for Resources, no step yet" in waiting.read_text()
     assert facts(waiting)["Measured on"] == "nothing yet"
     for ended in (run.outcome, run.benchmark, run.training):
         ended.unlink()
     ranks = [{"device": name} for name in ("NVIDIA H200", "NVIDIA H200", "NVIDIA H100 80GB HBM3")]
     write_json(run.environment, {"facts": {}, "ranks": ranks})
-    at_work = write_report(run, is_running=True)
+    at_work = write_report(run, job="running")
     assert "running, step 40 of 40" in at_work.read_text()
     assert facts(at_work)["Measured on"] == "NVIDIA H100 80GB HBM3, NVIDIA H200"
     assert "no outcome yet" in write_report(run).read_text()

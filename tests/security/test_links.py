@@ -9,7 +9,7 @@ import pytest
 from inodes import opened
 from synthetic_run import FAILED, write_run
 
-from llama_core.chain.export import _write_tokenizer
+from llama_core.chain.export import _own_tokenizer, _write_tokenizer
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import DataConfig, RunConfig
 from llama_core.errors import RunDirectoryError
@@ -170,7 +170,10 @@ def exported(folder, out):
     """Return the files of an export's tokenizer, and what it says."""
     out.mkdir()
     told = []
-    _write_tokenizer(DataConfig(tokenizer=str(folder)), out, told.append)
+    data = DataConfig(tokenizer=str(folder))
+    tokenizer = _own_tokenizer(data, told.append)
+    if tokenizer is not None:
+        _write_tokenizer(tokenizer, data, out, told.append)
     return {path.name: path.read_text() for path in out.iterdir()}, " ".join(told)
 
 

@@ -119,10 +119,10 @@ def _report(options: argparse.Namespace) -> None:
 
     run = RunDirectory(options.run_dir)
     load_config(run)
-    is_running = False
+    job = None
     with suppress(RunDirectoryError):  # the page is about a run whose job cannot be seen from here, too
-        is_running = attach(run) is not None
-    print_line(write_report(run, is_running=is_running))
+        job = attach(run)
+    print_line(write_report(run, job=job.state if job else ""))
 
 
 REPORT = Command(

@@ -77,6 +77,13 @@ class JobHandle(ABC):
         self.is_answered = True
         """Whether its scheduler answered the last question about it."""
 
+    @property
+    def state(self) -> str:
+        """What it is doing, as far as its scheduler has said, for a line about a job that has not ended."""
+        if self.waits_for:
+            return f"queued, for {self.waits_for}"
+        return "running" if self.is_answered else "queued or running (its scheduler does not answer)"
+
     def describe(self) -> str:
         """Return the job's id, and the command that shows its output."""
         return f"{self.kind} {self.record.job_id}; training-infra logs {shell_word(self.run.path)} --follow"
