@@ -13,6 +13,7 @@ from waiting import eventually
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.jobs.slurm_check import check_slurm
+from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import Findings
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
@@ -67,6 +68,7 @@ def test_cancelling_a_waiting_job_removes_it_from_the_queue(submit, run):
     with cluster.held_node():
         handle = submit("serve", nodes=cluster.NUM_NODES, ranks_per_node=1).handle
         assert cluster.job_fields(handle.record.job_id)["JobState"] == "PENDING"
+        assert attach(run).state.startswith("queued, for ")
         assert handle.cancel().status == "cancelled"
         assert handle.record.job_id not in cluster.states()
     assert not list(run.path.glob("worker-*.json"))
@@ -99,6 +101,7 @@ def test_a_job_that_ends_while_slurms_controller_is_away_has_its_outcome_and_who
         with cluster.without_controller():
             outcome = pool.submit(handle.wait, on_waiting=heard.append)
             eventually(lambda: not handle.is_answered)
+            assert handle.state == "queued or running (its scheduler does not answer)"
             eventually(run.outcome.exists)
             assert not outcome.done()
         assert outcome.result().status == "finished"
