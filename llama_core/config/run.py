@@ -40,7 +40,7 @@ from llama_core.config.contradictions import (
     wrong_stages,
 )
 from llama_core.config.evaluation import EvaluationConfig
-from llama_core.config.files import read_mapping
+from llama_core.config.files import read_yaml
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, fewest_nodes, gpu_spec
 from llama_core.config.hugging_face import is_folder
 from llama_core.config.models import BaseShape, ModelSpec
@@ -490,12 +490,12 @@ class RunConfig(Section):
             ConfigError: if the file cannot be read, is empty or not a mapping, does not describe a run, or may be of
                 somebody else and names programs to run; it names the file in every problem that is one of the file.
         """
-        mapping = read_mapping(Path(path), "configuration", below)
-        if mapping is None:
+        file = read_yaml(Path(path), "configuration", below)
+        if file.keys is None:
             raise ConfigError(f"configuration {str(path)!r} is empty; write a key such as 'model: llama3_8b' into it")
         if below is None:  # otherwise it is only looked at
-            refuse_commands_of_others(Path(path), by_dotted_key(mapping))
-        return cls._built(mapping, overrides, str(path))
+            refuse_commands_of_others(file.path, by_dotted_key(file.keys), file.of_others)
+        return cls._built(file.keys, overrides, str(path))
 
     def to_yaml(self) -> str:
         """Return the whole configuration, defaults included, as YAML."""

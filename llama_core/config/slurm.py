@@ -12,7 +12,6 @@ from pydantic_core import PydanticCustomError
 
 from llama_core.config.section import Section
 from llama_core.errors import ConfigError
-from llama_core.records.owners import is_private, stranger
 from llama_core.redaction import assigns_secret
 
 CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK = 4, 8
@@ -111,24 +110,27 @@ def _minutes(value: Any) -> Any:
     return first + math.ceil(second / 60)  # minutes[:seconds]
 
 
-def refuse_commands_of_others(path: Path, settings: Mapping[str, Any]) -> None:
+def commands_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that run programs as this user, of some by their dotted keys."""
+    return {key: value for key, value in settings.items() if value and _runs_programs(key)}
+
+
+def refuse_commands_of_others(path: Path, settings: Mapping[str, Any], of_others: str) -> None:
     """Refuse a configuration that runs programs as this user, if somebody else may have written it.
 
     Args:
         path: its file.
         settings: its values by dotted key.
+        of_others: by ``YamlFile.of_others``.
 
     Raises:
         ConfigError: naming the keys that run programs.
     """
-    found = [key for key in settings if settings[key] and _runs_programs(key)]
-    if not found or is_private(path):
-        return
-    owner = stranger(path)
-    whose = f"belongs to {owner}" if owner else "can be written by other users"
-    raise ConfigError(
-        f"{path} {whose}, and its {', '.join(found)} runs programs as you; read it, and copy the file to use it"
-    )
+    found = commands_in(settings)
+    if found and of_others:
+        raise ConfigError(
+            f"{path} {of_others}, and its {', '.join(found)} runs programs as you; read it, and copy the file to use it"
+        )
 
 
 def _runs_programs(key: str) -> bool:

@@ -83,7 +83,7 @@ def parse_yaml(text: str, name: str) -> Any:
             node = loader.get_single_node()
             if node is None:
                 return None
-            _refuse_endless(node, name)
+            refuse_endless(node, name)
             return loader.construct_document(node)
         finally:
             loader.dispose()
@@ -97,7 +97,7 @@ def parse_yaml(text: str, name: str) -> Any:
         raise ConfigError(f"{name}: not valid YAML: {error}; correct the value, or remove its tag") from None
 
 
-def _refuse_endless(node: yaml.Node, name: str) -> None:
+def refuse_endless(node: yaml.Node, name: str) -> None:
     """Refuse a document that stands for too many values, or holds itself."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()

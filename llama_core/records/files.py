@@ -208,13 +208,22 @@ def read_file(path: Path, below: Path | None = None, most_bytes: int = MOST_BYTE
     Raises:
         OSError: as ``open_file``, or if it has more than ``most_bytes``.
     """
-    content = bytearray()
     with open_file(path, below) as file:
-        # block by block: read(n) would take memory for n bytes, however few there are
-        while len(content) <= most_bytes and (block := file.read1(MIB)):
-            content += block
+        return contents_of(file, most_bytes)
+
+
+def contents_of(file: BufferedReader, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the contents of an open file.
+
+    Raises:
+        OSError: if it cannot be read, or has more than ``most_bytes``.
+    """
+    content = bytearray()
+    # block by block: read(n) would take memory for n bytes, however few there are
+    while len(content) <= most_bytes and (block := file.read1(MIB)):
+        content += block
     if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(path))
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(most_bytes)}", str(file.name))
     return bytes(content)
 
 

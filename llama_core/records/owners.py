@@ -92,6 +92,33 @@ def is_private(path: Path) -> bool:
     return not _others_may_write(found) or bool(found.st_mode & stat.S_ISVTX)
 
 
+def who_else_may_write(found: os.stat_result) -> str:
+    """Return which other user may write a file, as a clause after its path; empty if only the administrator may."""
+    if found.st_uid not in {os.getuid(), 0}:
+        return f"belongs to {_name_of(found.st_uid)}"
+    return "can be written by other users" if _others_may_write(found) else ""
+
+
+def who_else_may_replace(path: Path) -> str:
+    """Return who else may put another file at a path, as a clause after it; empty if only the administrator may.
+
+    That file would be theirs, or a link to one of this user's that they have made, such as a copy of an archive.
+    """
+    absolute = path.absolute()
+    for place in (absolute, *absolute.parents, *absolute.resolve().parents):
+        try:
+            found = place.lstat()
+        except FileNotFoundError:
+            continue
+        if place == absolute and not stat.S_ISLNK(found.st_mode):
+            continue
+        others = who_else_may_write(found)
+        may_remove_only_theirs = found.st_mode & stat.S_ISVTX or stat.S_ISLNK(found.st_mode)  # a link has no mode
+        if found.st_uid not in {os.getuid(), 0} or (others and not may_remove_only_theirs):
+            return f"is reached through {place}, which {others}"
+    return ""
+
+
 def own_folder(folder: Path) -> Path:
     """Return ``folder``, or one of this user in it if others may put files into ``folder``; it is made if missing.
 

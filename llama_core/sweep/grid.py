@@ -15,7 +15,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from llama_core.config.files import read_mapping
+from llama_core.config.files import read_yaml
 from llama_core.config.names import keys_meant
 from llama_core.config.overrides import Override, parsed_overrides
 from llama_core.config.pretrained import with_settings_of_weights
@@ -216,15 +216,16 @@ class SweepConfig(Section):
         Raises:
             ConfigError: if the file cannot be read, is not a mapping, or does not describe a sweep.
         """
-        mapping = read_mapping(path, "sweep")
+        file = read_yaml(path, "sweep")
+        mapping = file.keys
         if mapping is None:
             raise ConfigError(f"sweep {str(path)!r} is not a mapping of keys to values")
         if isinstance(mapping.get("base"), str):
             mapping["base"] = RunConfig.load(path.parent / mapping["base"], overrides)
         else:
-            refuse_commands_of_others(path, by_dotted_key(_dict(mapping.get("base"))))
+            refuse_commands_of_others(path, by_dotted_key(_dict(mapping.get("base"))), file.of_others)
         for element in (mapping.get("grid"), *_list(mapping.get("include"))):
-            refuse_commands_of_others(path, _dict(element))
+            refuse_commands_of_others(path, _dict(element), file.of_others)
         return cls.from_mapping(mapping | settings, overrides)
 
 

@@ -7,8 +7,10 @@ import math
 import os
 import random
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,14 +21,17 @@ import lm_eval.api.registry
 import lm_eval.api.task
 import lm_eval.utils
 import numpy as np
+import yaml
 from jinja2 import BaseLoader, StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
+from llama_core.data.task_folder import Values, plain_tasks
 from llama_core.errors import ConfigError, DataError, HubError, TrainingInfraError, did_you_mean, safe
 from llama_core.records.evaluations import TaskScore
 from llama_core.training.harness import SEED, HarnessModel
+from llama_core.training.task_code import executes_text
 
 NUM_RESAMPLES = 100
 """Draws of the bootstrap, which gives the standard error of a metric that is no mean; a mean's is computed exactly."""
@@ -40,8 +45,8 @@ class Tasks:
     """Tasks by the names that a user gave, with their data sets.
 
     Nothing that comes with a task from outside this machine's packages is executed unless ``allow_code``: templates run
-    in a sandbox, and metrics that are programs of the Hub are refused. ``data.task_folder`` checks the files of
-    ``folder`` before.
+    in a sandbox, metrics that are programs of the Hub are refused, and of ``folder`` the harness gets the values that
+    ``data.task_folder`` has checked. Installed tasks that execute text are refused, too.
 
     Args:
         names: names of tasks, groups or tags.
@@ -65,8 +70,8 @@ class Tasks:
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._allow_code = allow_code
-        with quiet(allow_code=allow_code):
-            manager = _manager(names, folder)
+        with quiet(allow_code=allow_code), _as_read(folder, allow_code=allow_code) as read:
+            manager = _manager(names, read)
             known = manager.all_tasks
             for name in names:
                 if name not in known:
@@ -100,8 +105,15 @@ class Tasks:
     def _check(self, name: str, task: Any) -> None:
         if getattr(task, "MULTIMODAL", False):
             raise ConfigError(f"task {name!r} has images or sound, which the model cannot read; choose another")
-        if getattr(task, "UNSAFE_CODE", False) and not self._allow_code:
+        if self._allow_code:
+            return
+        if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(f"task {name!r} executes what the model writes; allow it with --allow-task-code")
+        if where := executes_text(task):
+            raise ConfigError(
+                f"task {name!r} may execute what the model writes ({where}); read it, and allow it with "
+                "--allow-task-code"
+            )
 
     def run(
         self, name: str, model: HarnessModel, *, limit: int | None = None, system: str | None = None, chat: bool = False
@@ -161,6 +173,34 @@ def _metric(metric: str, how: str) -> str:
     return metric if how == "none" else f"{metric},{how}"
 
 
+@contextlib.contextmanager
+def _as_read(folder: Path | None, *, allow_code: bool) -> Iterator[Path | None]:
+    """Yield the folder that the harness reads: one of our own with the checked values, if code is not allowed.
+
+    The files may be somebody else's, and change after they were checked.
+    """
+    if folder is None or allow_code:
+        yield folder
+        return
+    tasks = plain_tasks(folder)
+    with tempfile.TemporaryDirectory(prefix="tasks-") as private:
+        for number, values in enumerate(tasks):
+            Path(private, f"{number:06}.yaml").write_text(yaml.safe_dump(dict(values), sort_keys=False))
+        _refuse_unread(folder, Path(private), tasks)
+        yield Path(private)
+
+
+def _refuse_unread(folder: Path, written: Path, tasks: Sequence[Values]) -> None:
+    """Refuse tasks that the harness leaves out: to a group, their names would mean installed tasks, with functions."""
+    index = TaskManager(include_path=str(written), include_defaults=False).task_index
+    for values in tasks:
+        name = values.get("group", values.get("task"))
+        if not isinstance(name, str) or name not in index:
+            raise ConfigError(
+                f"{folder}: the harness cannot read {name!r}; write it without aliases and odd characters"
+            )
+
+
 def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:
     """Return an index of tasks: only the folder's, if it has all of ``names`` and what is in them."""
     if folder is not None:
@@ -184,7 +224,9 @@ def _load(manager: TaskManager, name: str, allow_code: bool) -> dict[str, Any]:
     with _known_metrics_only() if not allow_code else contextlib.nullcontext():
         try:
             loaded: dict[str, Any] = manager.load([name])
-        except Exception as error:  # of a task's files, and of the libraries that fetch its data
+        except TrainingInfraError:
+            raise
+        except (Exception, SystemExit) as error:  # of a task's files, and of the libraries that fetch its data
             raise _cannot_load(name, error, _data_of(manager, name)) from None
     return loaded
 
@@ -199,7 +241,7 @@ def _data_of(manager: TaskManager, name: str) -> str:
     return f" (its data: {named})" if named else ""
 
 
-def _cannot_load(name: str, error: Exception, data: str) -> TrainingInfraError:
+def _cannot_load(name: str, error: BaseException, data: str) -> TrainingInfraError:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -277,7 +319,8 @@ def _is_number(value: object) -> bool:
 def quiet(*, allow_code: bool) -> Iterator[None]:
     """Inside the block, the harness and its libraries write nothing to the terminal.
 
-    Without ``allow_code``, templates of tasks run in a sandbox, and metrics that are programs cannot be fetched.
+    Without ``allow_code``, templates of tasks run in a sandbox, and metrics that are programs cannot be fetched. With
+    it they can, but not from the current folder, where the libraries look first.
     """
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [logger.level for logger in loggers]
@@ -295,6 +338,8 @@ def quiet(*, allow_code: bool) -> Iterator[None]:
             if not allow_code:
                 lm_eval.utils.env = _sandbox(environment.filters)
                 stack.enter_context(_not_importable(PROGRAMS))
+            elif find_spec(PROGRAMS) is not None:
+                stack.enter_context(_no_metric_of_current_folder())
             yield
     finally:
         lm_eval.utils.env = environment
@@ -347,6 +392,28 @@ def _not_importable(name: str) -> Iterator[None]:
             del sys.modules[name]
         else:
             sys.modules[name] = before
+
+
+@contextlib.contextmanager
+def _no_metric_of_current_folder() -> Iterator[None]:
+    """Inside the block, a metric with the name of something in the current folder is refused."""
+    import evaluate  # takes a second
+
+    load = evaluate.load
+
+    def load_of_hub(path: str, *args: Any, **settings: Any) -> Any:
+        if not Path(path).is_absolute() and Path(path).exists():
+            raise ConfigError(
+                f"metric {path!r}: the current folder holds {path}, which would be executed in place of the Hub's; "
+                "run the command in another folder"
+            )
+        return load(path, *args, **settings)
+
+    evaluate.load = load_of_hub
+    try:
+        yield
+    finally:
+        evaluate.load = load
 
 
 @contextlib.contextmanager

@@ -203,13 +203,13 @@ REFUSED = {
     "program": (
         {"metric_list": [{"metric": "someone/metric", "aggregation": "mean", "higher_is_better": True}]},
         [],
-        "task 'mine' has a metric 'someone/metric' that is a program of the Hub",
+        "mine.yaml: metric: someone/metric may execute code",
     ),
     "no file": ({"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}, [], "task 'mine' cannot be loaded: "),
     "template": ({"doc_to_text": HIDDEN}, [], "task 'mine' cannot be loaded: SecurityError"),
     "column": ({"doc_to_text": "{{ nothing }}"}, [], "task 'mine' cannot be loaded: UndefinedError"),
     "too many": ({}, ["--num-fewshot", 50], "task 'mine' does not work: "),
-    "code": ({"unsafe_code": True}, [], "mine.yaml has code that would be executed (unsafe_code)"),
+    "code": ({"unsafe_code": True}, [], "mine.yaml: unsafe_code may execute code"),
 }
 
 

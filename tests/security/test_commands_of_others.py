@@ -1,10 +1,12 @@
 """A configuration that somebody else may have written submits no shell line and no option that runs a program."""
 
 import os
+from pathlib import Path
 
 import pytest
 import yaml
 
+from llama_core.config import files
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.launch.jobs.submission import submit
@@ -98,3 +100,75 @@ def test_a_configuration_that_others_have_put_into_an_own_run_submits_nothing(tm
     with pytest.raises(ConfigError, match="runs programs as you"):
         submit(run, config, 1)
     assert not run.job.exists()
+
+
+def test_a_configuration_that_others_swap_after_it_was_prepared_submits_nothing(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+    config = RunConfig.load(written(run.config, RUNS_CODE["setup"]))
+    written(run.config, RUNS_CODE["setup"] | RUNS_CODE["prolog"])
+    with pytest.raises(ConfigError, match=r"config\.yaml has other launch\.slurm\.setup now than when it was read"):
+        submit(run, config, 1)
+    assert not run.job.exists()
+
+
+@pytest.fixture
+def swapped(tmp_path, monkeypatch):
+    """A folder of others in which a file that is read has become a link to one of ours by the time that we look."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    ours = written(tmp_path / "ours.yaml", {})
+    parse = files.parse_yaml
+
+    def swap_and_parse(text, name):
+        Path(name).unlink()
+        Path(name).symlink_to(ours)
+        return parse(text, name)
+
+    monkeypatch.setattr(files, "parse_yaml", swap_and_parse)
+    return theirs(folder)
+
+
+@pytest.mark.parametrize("load", [RunConfig.load, SweepConfig.load])
+def test_a_file_of_others_is_theirs_whatever_they_put_in_its_place(swapped, load):
+    path = theirs(written(swapped / "run.yaml", RUNS_CODE["setup"]))
+    if load == SweepConfig.load:
+        path.write_text(yaml.safe_dump({"name": "theirs", "base": yaml.safe_load(path.read_text()), "grid": {}}))
+    with pytest.raises(ConfigError, match=r"run\.yaml belongs to nobody, and its launch\.slurm\.setup runs programs"):
+        load(path)
+
+
+def by_owner(folder):
+    theirs(folder)
+
+
+def by_mode(folder):
+    folder.chmod(0o777)
+
+
+@pytest.mark.parametrize("open_up", [by_owner, by_mode])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_file_in_a_folder_of_others_may_be_a_link_of_theirs_to_one_of_ours(tmp_path, open_up, depth):
+    """Such as to the configuration of an archive that we have unpacked, and did not mean to run."""
+    unpacked = written(tmp_path / "unpacked.yaml", RUNS_CODE["setup"])
+    folder = tmp_path / "shared" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "run.yaml").symlink_to(unpacked)
+    RunConfig.load(folder / "run.yaml")
+    place = [folder, folder.parent][depth]
+    open_up(place)
+    with pytest.raises(ConfigError, match=rf"run\.yaml is reached through {place}, which (belongs|can be written)"):
+        RunConfig.load(folder / "run.yaml")
+    place.chmod(0o1777)
+    if open_up is by_mode:
+        RunConfig.load(folder / "run.yaml")  # nobody removes what is ours from a folder such as /tmp
+
+
+def test_a_link_of_others_leads_to_no_file_of_ours(tmp_path):
+    tmp_path.chmod(0o1777)
+    link = tmp_path / "run.yaml"
+    link.symlink_to(written(tmp_path / "unpacked.yaml", RUNS_CODE["setup"]))
+    RunConfig.load(link)
+    os.lchown(link, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=rf"run\.yaml is reached through {link}, which belongs to nobody"):
+        RunConfig.load(link)

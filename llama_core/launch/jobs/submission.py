@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from llama_core.config.files import read_yaml
 from llama_core.config.run import RunConfig
-from llama_core.config.slurm import refuse_commands_of_others
-from llama_core.errors import RunDirectoryError
+from llama_core.config.slurm import commands_in, refuse_commands_of_others
+from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.launch.jobs.handle import EVALUATOR, WORKER, JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.jobs.local import LOCAL
@@ -124,12 +125,25 @@ def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
     return None
 
 
+def _refuse_commands_of_others(run: RunDirectory, config: RunConfig) -> None:
+    """Refuse programs that somebody else may have put into a run's settings, where they may write, before or now."""
+    commands = commands_in(by_dotted_key(config.model_dump(mode="json")))
+    if not commands:
+        return
+    file = read_yaml(run.config, "configuration", run.path)
+    refuse_commands_of_others(run.config, commands, file.of_others)
+    if commands_in(by_dotted_key(file.keys or {})) != commands:
+        raise ConfigError(
+            f"{run.config} has other {', '.join(commands)} now than when it was read; read it, and try again"
+        )
+
+
 def _submission(
     run: RunDirectory, config: RunConfig, num_ranks: int, only: Part | None, worker: tuple[str, ...]
 ) -> Submission:
     run = RunDirectory(run.path.resolve())
     refuse_links(run)
-    refuse_commands_of_others(run.config, by_dotted_key(config.model_dump(mode="json")))
+    _refuse_commands_of_others(run, config)
     command = (*worker, str(run.path), *(("--only", only) if only else ()))
     trains = only != "benchmark"
     evaluates = trains and config.evaluation.is_asked_for

@@ -1,0 +1,152 @@
+"""Tasks of lm-evaluation-harness execute nothing that the user has not allowed, with the harness itself."""
+
+import dataclasses
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import evaluate
+import lm_eval.api.metrics
+import lm_eval.filters
+import pytest
+import yaml
+from harness_folders import TASKS, make_tasks
+from lm_eval.api.registry import filter_registry, metric_registry
+from lm_eval.config.task import FewshotConfig, TaskConfig
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from llama_core.data import task_folder
+from llama_core.errors import ConfigError
+from llama_core.training import harness_tasks
+from llama_core.training.harness_tasks import Tasks, quiet
+from llama_core.training.task_code import INSTALLED, executing_line
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture
+def mark(tmp_path):
+    """A file that code of a stranger would make."""
+    return tmp_path / "executed"
+
+
+def code_that_makes(mark):
+    return f"from pathlib import Path\n\nPath({str(mark)!r}).touch()\n\n\ndef process(docs):\n    return docs\n"
+
+
+def test_the_metrics_filters_and_keys_that_a_folder_may_use_are_of_the_harness_itself():
+    for name in task_folder.METRICS:
+        assert metric_registry[name].__module__ == lm_eval.api.metrics.__name__, name
+    for name in task_folder.FILTERS:
+        assert filter_registry[name].__module__.startswith(f"{lm_eval.filters.__name__}."), name
+    keys = {field.name for field in dataclasses.fields(TaskConfig)}
+    assert (task_folder._PLAIN_OF_TASK | task_folder._CHECKED.keys()) - keys == {"task_list"}
+    assert {field.name for field in dataclasses.fields(FewshotConfig)} >= task_folder._PLAIN_OF_SHOTS
+    assert keys - task_folder._PLAIN_OF_TASK - task_folder._CHECKED.keys() == {
+        *("custom_dataset", "process_docs", "process_results", "use_prompt"),
+    }, "whoever allows a new key says why it executes nothing"
+
+
+def test_the_harness_reads_what_was_checked_whatever_becomes_of_the_folder(tmp_path, mark, monkeypatch):
+    folder = make_tasks(tmp_path / "tasks")
+    read = task_folder.plain_tasks
+
+    def read_and_swap(path):
+        tasks = read(path)
+        (path / "utils.py").write_text(code_that_makes(mark))
+        for file in path.glob("*.yaml"):
+            file.write_text(f"{file.read_text()}process_docs: !function utils.process\n")
+        return tasks
+
+    monkeypatch.setattr(harness_tasks, "plain_tasks", read_and_swap)
+    assert Tasks(["toy_choice"], folder=folder).names == ("toy_choice",)
+    assert not mark.exists()
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"!function utils\.process may execute code"):
+        Tasks(["toy_choice"], folder=folder)
+    Tasks(["toy_choice"], folder=folder, allow_code=True)
+    assert mark.exists()
+
+
+def test_a_task_that_the_harness_leaves_out_does_not_lend_its_name_to_an_installed_one(tmp_path, monkeypatch):
+    """A group would set a filter of the installed task, whose functions call eval."""
+    name = "longproc_countdown_0.5k"
+    steps = [{"function": "map", "default_value": "__import__('os').abort()"}]
+    own = {"task": name, "dataset_path": "json"}
+    group = {"group": "all", "task": [{"task": name, "filter_list": [{"name": "mine", "filter": steps}]}]}
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for file, values in (("own", own), ("group", group)):
+        (folder / f"{file}.yaml").write_text(yaml.safe_dump(values))
+    written = yaml.safe_dump
+    monkeypatch.setattr(yaml, "safe_dump", lambda values, **_: written(values).replace("\ntask: l", "\n\0: l"))
+    with pytest.raises(ConfigError, match=f"the harness cannot read '{re.escape(name)}'"):
+        Tasks(["all"], folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("longproc/countdown_0.5k.yaml", "lm_eval/tasks/longproc/metrics.py, line "),
+        ("cruxeval/cruxeval_input.yaml", "lm_eval/tasks/cruxeval/utils.py, line "),
+        ("gsm8k/gsm8k.yaml", ""),
+        ("hellaswag/hellaswag.yaml", ""),
+    ],
+)
+def test_installed_tasks_that_execute_text_are_known_by_their_code(file, line):
+    with quiet(allow_code=True):
+        found = executing_line(load_yaml(INSTALLED / file))
+    assert found.startswith(line)
+    assert bool(found) is bool(line)
+
+
+def test_a_function_in_a_module_that_imports_one_that_executes_text_is_found(monkeypatch):
+    trees = {
+        INSTALLED / "mine" / "utils.py": "from .inner import helper\nfrom lm_eval.tasks.mine import other\n",
+        INSTALLED / "mine" / "inner.py": "import lm_eval.tasks.mine.last\n",
+        INSTALLED / "mine" / "last.py": "def f(x):\n    return eval(x)\n",
+    }
+    monkeypatch.setattr(Path, "is_file", lambda path: path in trees)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: trees[path].encode())
+    monkeypatch.setattr("llama_core.training.task_code._modules", lambda settings: [INSTALLED / "mine" / "utils.py"])
+    assert executing_line({}) == "lm_eval/tasks/mine/last.py, line 2"
+
+
+def test_an_installed_task_that_executes_text_is_refused(tmp_path, monkeypatch):
+    folder = make_tasks(tmp_path / "tasks")
+    monkeypatch.setattr(harness_tasks, "executes_text", lambda task: "somewhere.py, line 3")
+    with pytest.raises(ConfigError, match=r"'toy_choice' may execute what the model writes \(somewhere.py, line 3\)"):
+        Tasks(["toy_choice"], folder=folder)
+    assert Tasks(["toy_choice"], folder=folder, allow_code=True).names == ("toy_choice",)
+
+
+def test_no_metric_is_taken_from_the_current_folder_though_code_is_allowed(tmp_path, mark, monkeypatch):
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted" / "planted.py").write_text(code_that_makes(mark))
+    metric = {"metric": "planted", "hf_evaluate": True, "aggregation": "mean", "higher_is_better": True}
+    choice = {**TASKS["toy_choice"], "metric_list": [metric]}
+    folder = make_tasks(tmp_path / "tasks", {"toy_choice": choice})
+    monkeypatch.chdir(tmp_path)
+    Tasks(["toy_choice"], folder=folder, allow_code=True)  # the harness takes a metric that it cannot load for none
+    assert not mark.exists()
+    with quiet(allow_code=True), pytest.raises(ConfigError, match="the current folder holds planted, which would be"):
+        evaluate.load("planted")
+    with suppress(TypeError):  # it holds no metric
+        evaluate.load("planted")
+    assert mark.exists(), "this test plants what evaluate finds"
+
+
+def test_a_stranger_cannot_have_the_harness_read_a_file_into_its_errors(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("key: [very: secret\n")
+    folder = make_tasks(tmp_path / "tasks")
+    (folder / "more.yaml").symlink_to(secret)
+    with pytest.raises(ConfigError) as refused:
+        Tasks(["toy_choice"], folder=folder)
+    assert "very" not in str(refused.value)
+    assert json.dumps(str(folder / "more.yaml"))[1:-1] in str(refused.value)
