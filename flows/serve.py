@@ -23,12 +23,13 @@ from pathlib import Path
 from flows.service import Service, answers, is_own, obeys_everybody, run_once, service
 from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError, TrainingInfraError
+from llama_core.imports import safe_python
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = ROOT / "prefect.toml"
 POOL = "training"
 EXAMPLE = "train/tiny_llama3_50m"
-PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+PREFECT = safe_python("-m", "prefect", "--no-prompt")
 
 POLL_SECONDS = 0.5
 

@@ -8,7 +8,6 @@ import errno
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_HOME, PREFECT_SERV
 
 from flows.service import Service, answers, service
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.imports import safe_python
 
 POLL_SECONDS = 0.5
 
@@ -60,7 +60,7 @@ def private_server(
             "PREFECT_SERVER_API_AUTH_STRING": auth_string,
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": f"http://127.0.0.1:{port},http://localhost:{port}",
         }
-        command = (sys.executable, "-P", str(_LISTEN), *(str(listener.fileno()) for listener in listeners))
+        command = safe_python(str(_LISTEN), *(str(listener.fileno()) for listener in listeners))
         settings |= _TEMPORARY if is_temporary else {"PREFECT_UI_API_URL": os.getenv("PREFECT_UI_API_URL", url)}
         with service("server", *command, settings=settings, umask=_OTHERS, sockets=listeners) as server:
             while not answers(url):

@@ -1,4 +1,4 @@
-"""Imports that need care: of packages that only some runs need, and of torch.
+"""Imports that need care: of packages that only some runs need, from the current folder, and of torch.
 
 Torch is imported without Python's collector of cyclic garbage. The modules of torch hold half a million objects that
 live as long as the process. The collector goes through them again and again while they are imported, and once more when
@@ -47,6 +47,11 @@ def let_threads_sleep() -> None:
     """Have the threads of torch, if it is not imported yet, sleep rather than spin, unless the user has chosen."""
     if not any(name in os.environ for name in _WAITING):
         os.environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def safe_python(*arguments: str) -> tuple[str, ...]:
+    """Return the command line of a Python that imports nothing from the current folder, as with ``-c`` and ``-m``."""
+    return (sys.executable, "-P", *arguments)
 
 
 def how_to_install(package: str) -> str:

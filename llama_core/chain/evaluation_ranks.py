@@ -4,7 +4,6 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +13,11 @@ from typing import IO, Any
 
 from llama_core import errors
 from llama_core.errors import EnvironmentMismatchError, RankFailedError, TrainingInfraError
+from llama_core.imports import safe_python
 from llama_core.launch.ports import free_port
 from llama_core.machine.detect import available_cores
 
-_COMMAND = (sys.executable, "-P", "-m", "llama_core.chain.evaluation_rank")
+_COMMAND = safe_python("-m", "llama_core.chain.evaluation_rank")
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 """How long the first rank has to say what is wrong after another one has ended with an error."""

@@ -4,7 +4,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -14,8 +13,9 @@ from typing import IO, Any
 from llama_core.data import rendering
 from llama_core.data.rendering import REMEDY, InvalidTemplateError, Message, Spans, TemplateRefusalError, Tools
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.imports import safe_python
 
-_PROGRAM = (sys.executable, "-P", rendering.__file__)
+_PROGRAM = safe_python(rendering.__file__)
 _NEEDED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 """Variables without which Python may not start; the process gets no others, such as keys and tokens."""
 START_SECONDS = 60

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -25,9 +24,10 @@ from llama_core.data.shard_store import Recipe
 from llama_core.data.source_file import SourceFile, total_bytes
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
+from llama_core.imports import safe_python
 from llama_core.objectives.traits import Reads
 
-_COMMAND = (sys.executable, "-P", "-m", "llama_core.data.shard_worker")
+_COMMAND = safe_python("-m", "llama_core.data.shard_worker")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
+from llama_core.imports import safe_python
 
 _BF16_FLAGS = frozenset(("avx512_bf16", "amx_bf16", "bf16", "svebf16"))
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -206,9 +206,7 @@ def visible_gpus() -> tuple[Gpu, ...]:
 def _gpus_of_torch(chosen: str | None) -> tuple[Gpu, ...]:
     """Return the devices that torch sees with this value of ``CUDA_VISIBLE_DEVICES``, in a process of its own."""
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=120, check=True
-        )
+        asked = subprocess.run(safe_python("-c", _ASK_TORCH), capture_output=True, text=True, timeout=120, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
     version = re.search(r"Module\s+(\S+)", _read(_DRIVER))

@@ -4,7 +4,6 @@
 run never has running ranks that nobody can find.
 """
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError, TrainingFailedError
+from llama_core.imports import safe_python
 from llama_core.launch.attempts import request_cancellation
 from llama_core.launch.jobs.silence import News, Silence
 from llama_core.launch.logs import LogFollower
@@ -26,10 +26,10 @@ from llama_core.records.metrics import read_heartbeat
 from llama_core.records.owners import refuse_foreign
 from llama_core.redaction import shell_word
 
-# Command lines, so that submitting needs no torch. -P: with -m, Python would import from the current folder first.
-WORKER = (sys.executable, "-P", "-m", "llama_core.launch.rank.worker")
-EVALUATOR = (sys.executable, "-P", "-m", "llama_core.chain.evaluator")
-PLANNER = (sys.executable, "-P", "-m", "llama_core.chain.elastic")  # planning a run again is the chain's work
+# Command lines, so that submitting needs no torch.
+WORKER = safe_python("-m", "llama_core.launch.rank.worker")
+EVALUATOR = safe_python("-m", "llama_core.chain.evaluator")
+PLANNER = safe_python("-m", "llama_core.chain.elastic")  # planning a run again is the chain's work
 
 LOOKING_SHARE = 0.05
 """Most of the time that is spent looking at logs."""

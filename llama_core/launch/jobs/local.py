@@ -4,13 +4,13 @@ import fcntl
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.imports import safe_python
 from llama_core.launch.jobs import controller
 from llama_core.launch.jobs.controller import Request
 from llama_core.launch.jobs.handle import JobHandle, Submission
@@ -117,7 +117,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
         with suppress(OSError):  # a file system without locks
             fcntl.flock(output, fcntl.LOCK_EX)  # the controller inherits it: see _is_over
         ended = subprocess.run(
-            [sys.executable, "-P", "-m", controller.__name__, request.as_json()],
+            safe_python("-m", controller.__name__, request.as_json()),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

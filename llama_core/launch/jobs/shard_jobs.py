@@ -1,7 +1,6 @@
 """Build shards in a Slurm job array, each element of which builds some of them with all of its cores."""
 
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
@@ -16,6 +15,7 @@ from llama_core.data.shard_workers import Order, Start, build_orders, num_cores
 from llama_core.data.source_file import total_bytes
 from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError, TrainingInfraError
+from llama_core.imports import safe_python
 from llama_core.launch.jobs.slurm import ENDED, FILES_SECONDS, FIRST_POLL_SECONDS, slurm_executor
 from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
 from llama_core.launch.scheduler import array_statuses, cancel
@@ -106,7 +106,7 @@ def _submit(tasks: Sequence[ShardTask], config: RunConfig, folder: Path) -> str:
     """Submit an array and return its job id."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    python = shlex.join([sys.executable, "-P"])
+    python = shlex.join(safe_python())
     executor = slurm_executor(folder, python, f"cache directory {str(folder)!r}", "another data.cache_dir")
     executor.update_parameters(**slurm_parameters(config, _NAME, comment_of(folder), num_ranks=1))
     try:
