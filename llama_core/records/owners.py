@@ -24,7 +24,7 @@ def other_owner(run: RunDirectory) -> str | None:
         except FileNotFoundError:
             continue
         if owner != os.getuid():
-            return _name_of(owner)
+            return account_name(owner)
     return None
 
 
@@ -34,7 +34,7 @@ def stranger(path: Path) -> str | None:
         owner = path.stat().st_uid
     except FileNotFoundError:
         return None
-    return None if owner in {os.getuid(), 0} else _name_of(owner)
+    return None if owner in {os.getuid(), 0} else account_name(owner)
 
 
 def refuse_foreign(run: RunDirectory, what: str) -> None:
@@ -74,7 +74,8 @@ def refuse_links(run: RunDirectory) -> None:
         folders[:] = [name for name in folders if not any(map(Path(parent, name).match, _WITH_LINKS))]
 
 
-def _name_of(user: int) -> str:
+def account_name(user: int) -> str:
+    """Return the name of a user's account, by its number."""
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:
@@ -95,7 +96,7 @@ def is_private(path: Path) -> bool:
 def who_else_may_write(found: os.stat_result) -> str:
     """Return which other user may write a file, as a clause after its path; empty if only the administrator may."""
     if found.st_uid not in {os.getuid(), 0}:
-        return f"belongs to {_name_of(found.st_uid)}"
+        return f"belongs to {account_name(found.st_uid)}"
     return "can be written by other users" if _others_may_write(found) else ""
 
 

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
@@ -14,11 +16,24 @@ from llama_core.chain import steps
 from llama_core.chain.console import say
 from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
-from llama_core.errors import EnvironmentMismatchError
+from llama_core.errors import EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import DAMAGE, arrow_reader, atomic_write, by_dotted_key, read_file, read_json, user_path
+from llama_core.records.files import (
+    DAMAGE,
+    arrow_reader,
+    atomic_write,
+    by_dotted_key,
+    checked_record,
+    contents_of,
+    damaged,
+    intact,
+    open_file,
+    read_json,
+    user_path,
+)
 from llama_core.records.measurements import BenchmarkRecord, disturbance
+from llama_core.records.owners import account_name
 from llama_core.sweep.objective import UNTIMED
 
 if TYPE_CHECKING:
@@ -26,6 +41,9 @@ if TYPE_CHECKING:
 
 HISTORY = "history"
 """Name of the folder, unless ``benchmark.history`` names another one."""
+
+_SECONDS = (1e-6, 1e6)
+"""Between these is the time of a step that anybody has timed."""
 
 MOST_SPREAD = 0.1
 """Interquartile range of the steps over their median above which a result is called noisy."""
@@ -56,6 +74,23 @@ class Result:
     memory_peak_bytes: int
     waiting_share: float | None
     """Share of the time that a computing thread was ready to run without a core; on a GPU, one thread counts."""
+    account: str = ""
+    """Who has measured it: the owner of the part that it is in, whom its writer cannot choose."""
+
+    @property
+    def problem(self) -> str:
+        """Why no step can have been timed so, in a clause; empty for a result."""
+        least, most = _SECONDS
+        times = [self.tokens_per_step / rate if rate else math.inf for rate in self.tokens_per_second]
+        if self.tokens_per_step < 1 or not times or not all(least <= time <= most for time in times):
+            return f"a step is not between {least:g} and {most:g} seconds long"
+        if self.memory_peak_bytes < 0 or not 0 <= (self.waiting_share or 0.0) < math.inf:
+            return "its memory or its waiting threads are no measurement"
+        try:
+            offset = datetime.fromisoformat(self.ended_at).utcoffset()
+        except ValueError:
+            offset = None
+        return "" if offset == timedelta(0) else f"ended_at {self.ended_at!r} is no time in UTC"
 
     @property
     def median_seconds(self) -> float:
@@ -144,6 +179,7 @@ def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
         tokens_per_second=tuple(timed.tokens_per_step / seconds for seconds in timed.step_seconds),
         memory_peak_bytes=timed.memory_peak_bytes,
         waiting_share=timed.waiting_share,
+        account=account_name(os.getuid()),
     )
 
 
@@ -154,7 +190,7 @@ def _machine(timed: BenchmarkRecord, device: str) -> str:
 def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, without: str = "") -> list[Result]:
     """Return the results kept in a folder.
 
-    A part that cannot be read is left out, and named in a warning.
+    A part that cannot be read, and a row that is no result, are left out, and named in a warning.
 
     Args:
         folder: the folder; it need not exist.
@@ -170,16 +206,30 @@ def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, wit
         if path.name == without:
             continue
         try:
-            rows = pq.read_table(arrow_reader(read_file(path)), filters=wanted).to_pylist()
-            results += [_parsed(row) for row in rows]
+            with open_file(path) as file:
+                rows = pq.read_table(arrow_reader(contents_of(file)), filters=wanted).to_pylist()
+                account = account_name(os.fstat(file.fileno()).st_uid)
         except (OSError, pa.ArrowException, *DAMAGE) as error:
             say("warning", f"{path} is left out of the comparison: {' '.join(str(error).split())}")
+            continue
+        problems = []
+        for row in rows:
+            try:
+                results.append(replace(_parsed(row, path), account=account))
+            except RunDirectoryError as error:
+                problems.append(str(error))
+        if problems:
+            say("warning", f"{len(problems)} of {len(rows)} results are left out of the comparison: {problems[0]}")
     return results
 
 
-def _parsed(row: Mapping[str, Any]) -> Result:
-    told = {"versions": dict(row["versions"]), "settings": json.loads(row["settings"])}
-    return Result(**{**row, **told, "tokens_per_second": tuple(row["tokens_per_second"])})
+def _parsed(row: Mapping[str, Any], path: Path) -> Result:
+    with intact(path):
+        told = {"versions": dict(row["versions"]), "settings": json.loads(row["settings"])}
+        result = checked_record({**row, **told}, Result, path)
+    if result.problem:
+        raise damaged(path, result.problem)
+    return result
 
 
 def write_part(path: Path, results: Sequence[Result]) -> None:

@@ -46,6 +46,8 @@ class ComparedElement:
     """Peak memory of the latest earlier result."""
     notes: tuple[str, ...]
     """Why the result is noisy."""
+    others: tuple[str, ...]
+    """The accounts of other users that have measured some of the earlier results."""
 
     @property
     def change(self) -> float | None:
@@ -58,6 +60,8 @@ class ComparedElement:
             return "the first result of this configuration on this kind of machine"
         direction = "below" if self.change < 0 else "above"
         past = "the one earlier result" if len(self.earlier) == 1 else f"{len(self.earlier)} earlier results"
+        if self.others:
+            past += f" (with those of {', '.join(self.others)})"
         text = f"{abs(self.change):.1%} {direction} the {self.expected:,.0f} tokens/s of {past}"
         if self.noise is not None:
             text += f", which vary by {self.noise:.1%}"
@@ -239,6 +243,7 @@ def _compared(result: Result, earlier: Sequence[Result], verdict: Verdict, p: fl
         p_value=None if p is None else min(p, 1 - p) if verdict != "same" else p,
         earlier_memory_bytes=earlier[-1].memory_peak_bytes if earlier else None,
         notes=tuple(result.noise_notes()),
+        others=tuple(sorted({one.account for one in earlier} - {result.account})),
     )
 
 

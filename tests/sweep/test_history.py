@@ -1,9 +1,11 @@
 """Results are kept, and a new one is judged against the earlier ones by the noise between them."""
 
-from dataclasses import replace
+import os
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -247,6 +249,60 @@ def test_a_damaged_part_is_left_out_with_a_warning(tmp_path, capsys):
     (tmp_path / "history" / "part-0.parquet").write_bytes(b"half a part")
     assert len(read_history(tmp_path / "history")) == 1
     assert "part-0.parquet is left out" in " ".join(capsys.readouterr().out.split())
+
+
+NO_RESULTS = {
+    "nothing": {field.name: None for field in fields(Result)},
+    "no time": {"ended_at": "yesterday"},
+    "a time of nowhere": {"ended_at": "2026-11-28T10:00:00"},
+    "a time of elsewhere": {"ended_at": "2026-11-28T10:00:00+09:00"},
+    "no rates": {"tokens_per_second": []},
+    "a rate of nothing": {"tokens_per_second": [None, 1e5]},
+    "no speed": {"tokens_per_second": [0.0]},
+    "backwards": {"tokens_per_second": [-1e5]},
+    "endless": {"tokens_per_second": [float("nan")]},
+    "beyond light": {"tokens_per_second": [1e300]},
+    "for ever": {"tokens_per_second": [5e-324]},
+    "no tokens": {"tokens_per_step": 0},
+    "no memory": {"memory_peak_bytes": -1},
+    "waits for ever": {"waiting_share": float("inf")},
+    "no settings": {"settings": "[]"},
+    "half settings": {"settings": "{"},
+    "no versions": {"versions": None},
+    "no machine": {"machine": None},
+}
+
+
+@pytest.mark.parametrize("name", NO_RESULTS)
+def test_a_row_that_is_no_result_is_left_out_and_named_and_the_others_count(tmp_path, capsys, name):
+    for night in range(FEWEST):
+        remember_run(timed_run(tmp_path / f"run-{night}", 1 + night % 3 / 200, night))
+    folder = tmp_path / "history"
+    first = sorted(folder.glob("part-*"))[0]
+    table = pq.read_table(first)
+    (row,) = table.to_pylist()
+    pq.write_table(pa.Table.from_pylist([row, row | NO_RESULTS[name]], schema=table.schema), first)
+    capsys.readouterr()
+    judged = remember_run(timed_run(tmp_path / "new", 1.0, 27))
+    assert len(judged.elements[0].earlier) == FEWEST
+    told = " ".join(capsys.readouterr().out.split())
+    if name == "nothing":  # it is of no work that is compared
+        assert len(read_history(folder)) == FEWEST + 1
+        told = " ".join(capsys.readouterr().out.split())
+    assert f"1 of 2 results are left out of the comparison: {first} is damaged" in told
+
+
+@pytest.mark.root
+def test_a_verdict_says_whose_results_it_is_over(tmp_path):
+    for night in range(FEWEST):
+        remember_run(timed_run(tmp_path / f"run-{night}", 1 + night % 3 / 200, night))
+    part = sorted((tmp_path / "history").glob("part-*"))[1]
+    table = pq.read_table(part)
+    pq.write_table(table.set_column(table.column_names.index("account"), "account", pa.array(["root"])), part)
+    os.chown(part, 65534, 65534)  # whatever it says itself
+    judged = remember_run(timed_run(tmp_path / "slow", 0.5, 27))
+    assert judged.of("slower")
+    assert f"of {FEWEST} earlier results (with those of nobody), which vary" in judged.elements[0].sentence()
 
 
 def test_a_history_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
