@@ -10,7 +10,7 @@ HIDDEN = "***"
 """Stands for a secret."""
 
 _NAMES = (
-    "(?:API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|ACCESS_KEY|PRIVATE_KEY|AUTH_STRING|CREDENTIALS?"
+    "(?:API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_KEY|AUTH_STRING|CONNECTION_STRING|CREDENTIALS?"
     "|_PAT|_PASS|_PWD)"
 )
 _SECRET_NAME = re.compile(f"{_NAMES}$")
@@ -22,8 +22,18 @@ _PATTERNS = (
     (re.compile(r"""(https?://)[^\s:/?#@"'\\]{1,256}(?=@)"""), rf"\1{HIDDEN}"),
     (re.compile(r"""(?i)(\bauthorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+)[^\s"',;]+"""), rf"\1{HIDDEN}"),
     (re.compile(r"(\bBearer\s+)(?=\S*\d)[\w.~+/=-]{16,}"), rf"\1{HIDDEN}"),
+    # Of a signed address, in the words of S3, Google, Azure and CloudFront; of an account's connection string.
+    (
+        re.compile(
+            r"(?i)([?&;](?:amp;)?[\w.-]{0,40}(?:sig|signature|credential|token|key|key-?id|accessid|secret|password|policy"
+            r"|jwt)=)[^\s&;\"'\\<>)]+"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(r"(?i)(\b(?:account_?key|shared_?access_?(?:key|signature)|password)=)[^\s;&\"'\\]+"), rf"\1{HIDDEN}"),
 )
 _ASSIGNED = re.compile(rf"""\b([A-Z0-9_]*{_NAMES}=["']?)(?!["'$])[^\s"'\\]+""")
+_QUERY = re.compile(r"""(://[^\s?"'\\<>]{0,2000}\?)[^\s"'\\<>]+""")
 _CONTROL = re.compile(r"[^\S ]+")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -39,6 +49,11 @@ def redacted(text: str) -> str:
     for pattern, shown in _PATTERNS:
         text = pattern.sub(shown, text)
     return _ASSIGNED.sub(rf"\1{HIDDEN}", text)
+
+
+def without_queries(text: str) -> str:
+    """Return ``text``, such as the error of a library, without what comes after ``?`` in its addresses."""
+    return _QUERY.sub(rf"\1{HIDDEN}", text)
 
 
 def redacted_values(value: Any) -> Any:

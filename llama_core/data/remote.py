@@ -20,7 +20,7 @@ from typing import IO, Any, Self, TypeVar
 
 from llama_core.errors import DataError
 from llama_core.records.files import user_path
-from llama_core.redaction import one_line, redacted
+from llama_core.redaction import one_line, redacted, without_queries
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ PACKAGES = {
 }
 """What reads each kind of address beside fsspec. Its others are refused: some unpack archives or run programs."""
 _ON_THE_WEB = ("https", "http")
+_QUERY = re.compile(r"\?[\w.%-]+=")
+"""A query of a store, where a question mark alone stands for any character."""
 _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+):/+(?P<rest>.+)", re.DOTALL)
 _WAITS_SECONDS = (1.0, 4.0, 16.0)
 """Between the attempts."""
@@ -63,7 +65,8 @@ def path_of(source: str) -> Path:
     if "::" in source or found is None or found["scheme"] not in PACKAGES:
         known = ", ".join(f"{scheme}://" for scheme in PACKAGES if scheme != "memory")
         raise DataError(f"data source {shown!r} is no address that is read; use {known} or a path on this machine")
-    if "@" in found["rest"].partition("/")[0] or (found["scheme"] in _ON_THE_WEB and "?" in source):
+    has_query = "?" in source if found["scheme"] in _ON_THE_WEB else _QUERY.search(source) is not None
+    if "@" in found["rest"].partition("/")[0] or has_query:
         raise DataError(
             f"data source {found['scheme']}://***: an address with credentials or a query would be recorded with the "
             "run; give credentials as the store's own tools take them, in the environment or their files"
@@ -275,4 +278,5 @@ def _is_forbidden(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return one_line(redacted(f"{type(error).__name__}: {error}"))
+    """Return an error of a store in a line; it may name the address to which a server led us, with its signature."""
+    return one_line(redacted(without_queries(f"{type(error).__name__}: {error}")))

@@ -4,13 +4,15 @@ import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiers import nightly
 
 from llama_core.chain.preview import preview_sbatch
 from llama_core.config.run import RunConfig
-from llama_core.errors import ConfigError, TrainingFailedError
+from llama_core.data import remote
+from llama_core.errors import ConfigError, DataError, TrainingFailedError
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.rank.worker import _Formatter
 from llama_core.machine.hazards import _prefect
@@ -54,6 +56,7 @@ def test_records_errors_and_logs_of_a_failure_hold_no_secret(tmp_path):
     [
         *("GITHUB_PAT", "MYSQL_PASS", "DB_PWD", "GIT_CREDENTIALS", "PREFECT_API_AUTH_STRING", "KEY_PASSPHRASE"),
         *("SSH_PRIVATE_KEY", "OPENAI_APIKEY", "AWS_SECRET_ACCESS_KEY", "GIT_CREDENTIAL"),
+        *("STRIPE_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING"),
     ],
 )
 def test_the_values_of_variables_whose_name_says_secret_are_hidden(name, monkeypatch):
@@ -75,6 +78,18 @@ def test_the_values_of_variables_whose_name_says_secret_are_hidden(name, monkeyp
         ('{"authorization": "token abcdef"}', '{"authorization": "token ***"}'),
         ("curl -H 'authorization: bearer abc'", "curl -H 'authorization: bearer ***'"),
         ("used Bearer abcdef0123456789abcdef for it", "used Bearer *** for it"),
+        (
+            "GET https://b.s3.aws/k?X-Amz-Credential=AKIA%2F1&X-Amz-Date=2&X-Amz-Signature=0a1b",
+            "GET https://b.s3.aws/k?X-Amz-Credential=***&X-Amz-Date=2&X-Amz-Signature=***",
+        ),
+        ("url='https://a.blob/c/d?sv=2&se=3&sig=a%2Bb='", "url='https://a.blob/c/d?sv=2&se=3&sig=***'"),
+        ("https://h/x?GoogleAccessId=me&Signature=a+b/", "https://h/x?GoogleAccessId=***&Signature=***"),
+        (
+            "https://h/x?Policy=a&amp;Signature=b&amp;Key-Pair-Id=c",
+            "https://h/x?Policy=***&amp;Signature=***&amp;Key-Pair-Id=c",
+        ),
+        ("AccountName=a;AccountKey=bc==;EndpointSuffix=d", "AccountName=a;AccountKey=***;EndpointSuffix=d"),
+        ("host=db user=me password=hunter2 dbname=x", "host=db user=me password=*** dbname=x"),
         ("two: http://a:b@c and http://d:e@f", "two: http://a:***@c and http://d:***@f"),
     ],
 )
@@ -88,7 +103,7 @@ def test_passwords_and_tokens_in_addresses_and_headers_are_hidden(text, shown):
         "training.steps=40, num_tokens=12, https://host:4200/api, a@b.c, HF_TOKEN=$HF_TOKEN, MAX_TOKENS=3",
         "http://127.0.0.1:4200/runs?of=me@example.org, ssh://git@github.com/a/b, postgresql://me@db/prefect",
         "PWD=/home/me, OLDPWD=/tmp, PASS=3, a Bearer of news, Basic understanding, http://host/a@b",
-        "the authorization of a user, COMPASS=north, EPAT=1",
+        "the authorization of a user, COMPASS=north, EPAT=1, KEY=1, a question? key=1 & more, num_tokens=3&steps=4",
     ],
 )
 def test_ordinary_text_is_not_redacted(monkeypatch, text):
@@ -124,6 +139,40 @@ def test_a_run_writes_no_secret_to_its_directory(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("part", ["://a:", "authorization ", *map(nightly, ("://", "a:b@", "Bearer 1", "A_PAT"))])
+@pytest.mark.parametrize(
+    "part", ["://a:", "authorization ", "&sig", *map(nightly, ("://", "a:b@", "Bearer 1", "A_PAT"))]
+)
 def test_no_text_makes_redaction_slow(part):
     assert redacted(part * 200_000)
+
+
+class _RedirectedError(Exception):
+    """The error of a web client, with the address to which a server led it."""
+
+    status = 500
+
+
+@pytest.mark.parametrize(
+    "address", ["https://cdn.example/x?anything=s3cret", "https://b.s3.aws/x?X-Amz-Signature=s3cret&a=b"]
+)
+def test_errors_of_a_store_show_no_query_of_the_address_that_they_name(monkeypatch, caplog, address):
+    monkeypatch.setattr(remote, "_WAITS_SECONDS", (0.0,))
+
+    def fail():
+        raise _RedirectedError(f"500, message='Oops', url='{address}'")
+
+    with pytest.raises(OSError, match=r"url='https://.*\?\*\*\*'") as failed, caplog.at_level("WARNING"):
+        remote._attempt(Path("https://example.org/x"), fail)
+    assert "trying again" in caplog.text
+    assert not holds_secret(caplog.text + str(failed.value))
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az", "hf", "https"])
+def test_an_address_with_a_query_is_refused_and_not_shown(scheme):
+    with pytest.raises(DataError, match="an address with credentials or a query would be recorded") as refused:
+        remote.path_of(f"{scheme}://bucket/data.jsonl?sig=s3cret")
+    assert not holds_secret(str(refused.value))
+
+
+def test_a_question_mark_in_the_pattern_of_a_store_is_no_query():
+    assert str(remote.path_of("s3://bucket/part-?.jsonl")) == "s3://bucket/part-?.jsonl"
