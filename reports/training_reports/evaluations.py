@@ -1,5 +1,6 @@
 """What the checkpoints of a run have scored, by the tokens that they were trained on."""
 
+import html
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -44,7 +45,7 @@ def score_name(score: Score) -> str:
 
 def scores_by_tokens(scores: Sequence[Score], color: str) -> go.Figure:
     """Return one metric by the tokens that each checkpoint was trained on, with its spread."""
-    figure = styled_figure(scores[0].metric)
+    figure = styled_figure(html.escape(scores[0].metric))
     figure.add_scatter(
         x=[score.tokens for score in scores],
         y=[score.value for score in scores],
@@ -52,7 +53,7 @@ def scores_by_tokens(scores: Sequence[Score], color: str) -> go.Figure:
         customdata=[score.step for score in scores],
         mode="lines+markers",
         line={"color": color},
-        name=scores[0].task,
+        name=html.escape(scores[0].task),
         hovertemplate="%{y:.4f} at step %{customdata:,}<extra></extra>",
         showlegend=False,
     )

@@ -1,5 +1,7 @@
 """The parts of a page, the templates that turn them into HTML, and writing the file."""
 
+import json
+import re
 import zlib
 from base64 import b64encode
 from collections.abc import Sequence
@@ -101,4 +103,25 @@ TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 """The templates of all pages and pictures. Every value is escaped, and a missing variable is an error."""
+_FOREIGN = re.compile(r"<(?!/?(?:b|br|extra)>)")
+"""The beginning of a tag that none of our figures has."""
+
+
+def figure_json(figure: go.Figure) -> str:
+    """Return a figure for Plotly's script, which takes texts for HTML: also links, but for those that are escaped here.
+
+    Names are escaped where a figure gets them, so that they are shown as they are. This is for those that are not.
+    """
+    return json.dumps(_without_tags(json.loads(figure.to_json()))).replace("<", "\\u003c")
+
+
+def _without_tags(value: object) -> object:
+    if isinstance(value, str):
+        return _FOREIGN.sub("&lt;", value)
+    if isinstance(value, dict):
+        return {key: _without_tags(inner) for key, inner in value.items()}
+    return [_without_tags(inner) for inner in value] if isinstance(value, list) else value
+
+
+TEMPLATES.filters["figure"] = figure_json
 TEMPLATES.filters["yaml"] = lambda mapping: yaml.safe_dump(mapping, sort_keys=False)

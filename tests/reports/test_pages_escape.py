@@ -2,21 +2,32 @@
 
 import html
 import json
+import re
+from dataclasses import replace
 
+import plotly.graph_objects as go
+import pytest
 import yaml
+from browser import Browser
 from synthetic_run import FAILED, write_run
-from synthetic_sweep import write_sweep
+from synthetic_sweep import write_history, write_sweep
+from test_scores import ACCURACY
 
+from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluations import write_scores
 from llama_core.records.profiles import ProfileRecord, write_profile
 from llama_core.sweep.comparison import Comparison, ComparisonRow
 from llama_core.sweep.grid import SweepConfig
 from training_reports import sweep as sweep_page
 from training_reports.compare import write_comparison
+from training_reports.layout import figure_json
 from training_reports.page import write_report
 from training_reports.prediction import write_prediction
 from training_reports.run_comparison import compare_runs
 
 ATTACK = "<img src=x onerror=alert(1)><script>alert(1)"
+LINK = '<a href="https://evil.example" target="_top">click'
+"""Plotly would make a link of it, with which a page leads elsewhere whoever clicks on a name."""
 TYPED = {"status", "launcher", "submitted_at", "ended_at", "peak_phase", "job_id", "name", "objective", "fingerprint"}
 
 
@@ -42,6 +53,7 @@ def attack_run(run):
 
 def assert_escaped(page, *, at_least=1):
     text = page.read_text()
+    assert re.findall(r"\\u003c(?!/?(?:b|br|extra)>).{9}", text) == []
     assert "<img src=x" not in text and "<script>alert(1)" not in text
     assert text.count(html.escape(ATTACK, quote=False)) >= at_least
 
@@ -84,3 +96,53 @@ def test_the_page_of_a_predicted_sweep(tmp_path):
     rows = (ComparisonRow(status="finished", **texts, **numbers), ComparisonRow(status=ATTACK, **texts))
     page = write_prediction(tmp_path / f"{ATTACK}.html", config, Comparison(rows, None))
     assert_escaped(page, at_least=4)
+
+
+def test_no_text_of_a_figure_becomes_a_tag_that_is_not_ours():
+    figure = go.Figure(layout={"title": {"text": LINK}})
+    figure.add_scatter(
+        y=[1], name=f"<b>ours</b><br>{ATTACK}", customdata=[[LINK, 3]], hovertemplate=f"{LINK}<extra></extra>"
+    )
+    shown = json.loads(figure_json(figure))
+    (line,) = shown["data"]
+    assert line["name"] == "<b>ours</b><br>" + ATTACK.replace("<", "&lt;")
+    assert line["hovertemplate"] == LINK.replace("<", "&lt;") + "<extra></extra>"
+    assert line["customdata"] == [[LINK.replace("<", "&lt;"), 3]]
+    assert shown["layout"]["title"]["text"] == LINK.replace("<", "&lt;")
+    assert "<" not in figure_json(figure)
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """The pages of a run, a sweep and a comparison in whose records every text is a link."""
+    monkeypatch.setattr("test_pages_escape.ATTACK", LINK)
+    runs = [write_run(tmp_path / name) for name in ("a", "b")]
+    for run in runs:
+        attack_run(run)
+        score = replace(ACCURACY, task=f"arc{LINK}", metric=f"acc{LINK}", settings=LINK, version=LINK)
+        for step in (10, 20):
+            write_scores(run, [replace(score, step=step, tokens=100 * step)])
+    sweep = write_sweep(tmp_path / "sweep")
+    write_history(sweep)
+    for config in sweep.path.glob("runs/*/config.yaml"):
+        attack_run(RunDirectory(config.parent))
+    return [
+        write_report(runs[0]),
+        sweep_page.write_report(sweep),
+        write_comparison(tmp_path / "page.html", compare_runs([run.path for run in runs])),
+    ]
+
+
+@pytest.mark.browser
+def test_no_page_has_a_link_that_its_records_ask_for(hostile, tmp_path):
+    browser = Browser(tmp_path / "profile")
+    try:
+        for page in hostile:
+            assert "evil.example" in page.read_text()
+            with browser.open(page) as tab:
+                assert tab.evaluate("document.querySelectorAll('.main-svg').length") > 0
+                links = "[...document.querySelectorAll('a')].map((one) => one.href.baseVal ?? one.href)"
+                assert [link for link in tab.evaluate(links) if not link.startswith("file://")] == []
+                assert tab.evaluate("document.querySelectorAll('svg a, img, iframe, object, form[action]').length") == 0
+    finally:
+        browser.close()
