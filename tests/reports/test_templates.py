@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
-from training_reports.layout import TEMPLATES, Card, Panel
+from training_reports.layout import _FOREIGN, TEMPLATES, Card, Panel, figure_json
 
 PARTS = TEMPLATES.get_template("parts.html").module
 
@@ -74,7 +74,9 @@ def test_panels_hold_text_only_also_in_the_label_and_the_figure(text):
     assert " ".join(parsed.tags) == "figure h2 script div figcaption p"
     assert parsed.texts_of("h2", "p") == [text] * 2
     assert parsed.attributes["aria-label"] == f"{text}. {text}"
-    assert json.loads(*parsed.texts_of("script")) == json.loads(figure.to_json())
+    (shown,) = parsed.texts_of("script")
+    assert json.loads(shown) == json.loads(figure_json(figure))
+    assert json.loads(shown)["layout"]["title"]["text"] == _FOREIGN.sub("&lt;", text)
 
 
 @pytest.mark.parametrize(
