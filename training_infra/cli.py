@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _explained(error: OSError) -> str:
     """Return one line with the problem of a file or a disk, and its remedy."""
     if is_disk_full(error):
-        return f"a disk is full{safe(f' writing {error.filename}') if error.filename else ''}; free some space"
+        writing = f", writing {error.filename}" if error.filename else ""
+        return safe(f"a disk is full{writing}; free some space")
     if isinstance(error, PermissionError) and error.filename:  # somebody else's run, for example
         return safe(f"{error.filename}: permission denied; use one of your own, or ask its owner")
     if str(error.strerror).startswith("No usable temporary directory"):  # Python's, with the folders that it has tried

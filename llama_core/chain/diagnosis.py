@@ -30,14 +30,19 @@ from llama_core.records.checkpoints import (
     find_problem,
     list_checkpoints,
 )
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluation_jobs import endings
+from llama_core.records.evaluations import read_scores
 from llama_core.records.files import checked_record, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.records.metrics import read_heartbeat, read_metrics, set_aside
 from llama_core.records.owners import other_owner
+from llama_core.records.references import read_reference
 from llama_core.records.retention import by_held_out_loss
 from llama_core.records.rollbacks import read_rollbacks
+from llama_core.records.settings_changes import read_settings_changes
 from llama_core.redaction import shell_word
 from llama_core.units import format_bytes, format_duration
 
@@ -137,6 +142,7 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
         *([checkpoint.fact() for checkpoint in checkpoints] or [Fact("checkpoint", "none yet")]),
         _disk(run, config, state, good),
         _metrics(run, state, good),
+        *_evaluations(run),
         *_damaged_records(run),
         *([Fact("advice", advice)] if advice else []),
         Fact("next", command or "nothing to do"),
@@ -263,6 +269,21 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
     return Fact("metrics", f"{text}; resuming repeats what follows step {saved}" if repeats else text)
 
 
+def _evaluations(run: RunDirectory) -> Iterator[Fact]:
+    """Yield a line for each evaluation that has ended without scores."""
+    try:
+        scored = {score.step for score in read_scores(run)}
+    except RunDirectoryError as error:
+        yield Fact("evaluation", str(error), is_problem=True)
+        return
+    for ending in endings(run):
+        if ending.problem:
+            yield Fact("evaluation", f"step {ending.step:,}: not evaluated: {ending.problem}", is_problem=True)
+        elif ending.step not in scored:
+            text = f"step {ending.step:,}: its evaluation has ended, but its scores are in no file of {run.evaluations}"
+            yield Fact("evaluation", text, is_problem=True)
+
+
 def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
     """Yield a line for each record that is there but cannot be read, besides those of the job and its end."""
     typed = {run.plan: ParallelPlan, run.training: TrainingSummary, run.benchmark: BenchmarkRecord}
@@ -275,10 +296,17 @@ def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
         run.data,
         run.checkpoint_interval,
         run.length,
+        run.hub,
+        run.samples,
     )
     readers: dict[Path, Callable[[], object]] = {path: partial(read_typed, path, kind) for path, kind in typed.items()}
     readers |= {path: partial(read_json, path) for path in others}
-    readers |= {run.rollbacks: partial(read_rollbacks, run)}
+    readers |= {
+        run.rollbacks: partial(read_rollbacks, run),
+        run.data_changes: partial(read_data_changes, run),
+        run.settings_changes: partial(read_settings_changes, run),
+        run.reference: partial(read_reference, run),
+    }
     for path, read in readers.items():
         try:
             if path.exists():

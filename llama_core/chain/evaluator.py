@@ -16,11 +16,11 @@ from typing import Any
 
 from llama_core.chain.evaluate import evaluate
 from llama_core.chain.questions import Devices
-from llama_core.chain.recorded import recorded_losses, recorded_tasks
+from llama_core.chain.recorded import UnrecordedError, recorded_losses, recorded_tasks
 from llama_core.chain.runs import load_config
 from llama_core.chain.tasks import Asked, evaluate_tasks
 from llama_core.config.run import RunConfig
-from llama_core.errors import RankFailedError, TrainingInfraError
+from llama_core.errors import RankFailedError, RunDirectoryError, TrainingInfraError
 from llama_core.launch.jobs.evaluation_jobs import Evaluations, evaluations_of
 from llama_core.launch.jobs.handle import EVALUATOR
 from llama_core.machine.detect import detect_machine
@@ -61,6 +61,8 @@ class Evaluator:
         self.evaluations = evaluations
         self._tell = tell
         self._followed: dict[Path, EvaluationAttempt] = {}
+        self._given_up: set[Path] = set()
+        """Those of which nothing can be recorded."""
 
     def look(self, *, has_trained: bool = False) -> bool:
         """Start what can be started, tell what has ended, and return whether any evaluation has not ended.
@@ -76,8 +78,13 @@ class Evaluator:
         waiting = waiting_checkpoints(checkpoints, asked.every_tokens)[: asked.keep_waiting]
         if has_trained and checkpoints and checkpoints[-1] not in waiting:
             waiting += [path for path in checkpoints[-1:] if read_ending(self.run, path) is None]
+        waiting = [path for path in waiting if path not in self._given_up]
         for path in waiting:
-            self._see_to(path)
+            try:
+                self._see_to(path)
+            except RunDirectoryError as error:
+                self._given_up.add(path)
+                self._tell(f"step {checkpoint_step(path):,}: not evaluated: {error}")
         for path in list(self._followed):
             self._tell_ending(path)
         return bool(waiting)
@@ -149,6 +156,7 @@ def evaluate_checkpoint(run: RunDirectory, step: int, device: str | None, tell: 
 
     Raises:
         RankFailedError: if one of several processes was killed or crashed; the evaluation has not ended then.
+        RunDirectoryError: if the scores or the ending cannot be recorded, with the same effect.
     """
     config = load_config(run)
     checkpoint = run.checkpoints / checkpoint_name(step)
@@ -160,15 +168,15 @@ def evaluate_checkpoint(run: RunDirectory, step: int, device: str | None, tell: 
         given["devices"] = Devices.of(shared, device, asked.dtype)
         if asked.data:
             losses = evaluate(run.path, asked.data, num_sequences=asked.sequences, **given)
-            for loss in recorded_losses(losses, num_sequences=asked.sequences, dtype=asked.dtype, tell=tell):
+            for loss in recorded_losses(losses, num_sequences=asked.sequences, dtype=asked.dtype, tell=None):
                 tell(loss.summary())
         if asked.tasks:
             how = Asked.of(asked)
             scores = evaluate_tasks(run.path, asked.tasks, folder=asked.include_path, asked=how, **given)
-            for score in recorded_tasks(scores, how, dtype=asked.dtype, tell=tell):
+            for score in recorded_tasks(scores, how, dtype=asked.dtype, tell=None):
                 for line in score.lines():
                     tell(line)
-    except RankFailedError:  # as if this process had crashed: it does not end the evaluation
+    except (RankFailedError, UnrecordedError):  # as if this process had crashed: it does not end the evaluation
         raise
     except TrainingInfraError as error:
         problem = str(error)

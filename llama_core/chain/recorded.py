@@ -11,7 +11,7 @@ from llama_core.models.pretrained import is_checkpoint
 from llama_core.records.checkpoints import checkpoint_step, place_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import LOSS, Score, write_scores
-from llama_core.records.files import now
+from llama_core.records.files import now, unwritable
 from llama_core.records.owners import other_owner
 from llama_core.records.progress import read_progress
 
@@ -25,7 +25,7 @@ def recorded_losses(
     num_sequences: int | None = None,
     tokenizer: str | None = None,
     dtype: str = "fp32",
-    tell: Tell = lambda text: None,
+    tell: Tell | None = lambda text: None,
 ) -> Iterator[Evaluation]:
     """Yield each evaluation after its loss is recorded, if the weights are a checkpoint in a run's directory.
 
@@ -35,7 +35,8 @@ def recorded_losses(
         num_sequences: most rows.
         tokenizer: its name.
         dtype: dtype of the arithmetic.
-        tell: called with a line if scores cannot be recorded.
+        tell: called with a line if scores cannot be recorded, which then costs only the record; None if that is what
+            they are for.
     """
     settings = _settings(
         "" if seq_len is None else f"{seq_len} tokens a sequence",
@@ -68,7 +69,7 @@ def recorded_tasks(
     *,
     tokenizer: str | None = None,
     dtype: str = "fp32",
-    tell: Tell = lambda text: None,
+    tell: Tell | None = lambda text: None,
 ) -> Iterator[TaskEvaluation]:
     """Yield each evaluation after its scores are recorded; see ``recorded_losses``.
 
@@ -77,7 +78,7 @@ def recorded_tasks(
         asked: how the tasks were asked.
         tokenizer: as it was asked for, also ``dtype``.
         dtype: dtype of the arithmetic.
-        tell: called with a line if scores cannot be recorded.
+        tell: as in ``recorded_losses``.
     """
     settings = _settings(str(asked), tokenizer=tokenizer, dtype=dtype)
     for one in found:
@@ -109,6 +110,10 @@ def _settings(*parts: str, tokenizer: str | None, dtype: str) -> str:
     return ", ".join(part for part in (*parts, named, "" if dtype == "fp32" else dtype) if part)
 
 
+class UnrecordedError(RunDirectoryError):
+    """Scores that were asked for only to be recorded are not."""
+
+
 class _Place:
     """A checkpoint in its run's directory."""
 
@@ -126,16 +131,29 @@ class _Place:
         run = RunDirectory(place_of(checkpoint))
         return cls(run, checkpoint) if run.path != checkpoint and run.config.exists() else None
 
-    def write(self, scores: Sequence[Score], tell: Tell) -> None:
-        """Write scores, of one file for each task. A directory that cannot be written to costs only the record."""
+    def write(self, scores: Sequence[Score], tell: Tell | None) -> None:
+        """Write scores, of one file for each task, or tell why not.
+
+        Raises:
+            UnrecordedError: if there is nobody to tell.
+        """
+        problem = self._written(scores)
+        if problem and tell is None:
+            raise UnrecordedError(problem)
+        if problem and tell is not None:
+            tell(problem)
+
+    def _written(self, scores: Sequence[Score]) -> str:
         owner = other_owner(self._run)
         if owner is not None:
-            tell(f"the scores of step {self.step:,} are not recorded: {self._run.path} belongs to {owner}")
-            return
+            return f"the scores of step {self.step:,} are not recorded: {self._run.path} belongs to {owner}"
         try:
             if self._run.evaluations.is_symlink():  # it would lead us elsewhere
                 raise RunDirectoryError(f"{self._run.evaluations} is a link; remove it")
             for task in dict.fromkeys(score.task for score in scores):
                 write_scores(self._run, [score for score in scores if score.task == task])
-        except (OSError, RunDirectoryError) as error:
-            tell(f"the scores of step {self.step:,} are not recorded in {self._run.path}: {error}")
+        except OSError as error:
+            return f"the scores of step {self.step:,} are not recorded: {unwritable(self._run.evaluations, error)}"
+        except RunDirectoryError as error:
+            return f"the scores of step {self.step:,} are not recorded in {self._run.path}: {error}"
+        return ""

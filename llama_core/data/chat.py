@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ from llama_core.records.files import user_path
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 """The known roles; a template may accept fewer."""
+_USES_MESSAGES = re.compile(r"\{[{%][^{}]{0,1000}\bmessages\b")
 _CALLS = ("tool_calls", "function_call")
 """Keys of a message that are empty where it calls no tool."""
 
@@ -387,13 +389,25 @@ def chat_format(data: DataConfig, tokenizer: Tokenizer, spec: ModelSpec, files: 
         source = tokenizer.chat_template
     else:
         name = name or OF_FAMILY.get(spec.family) or _recognised(tokenizer)
-        source = BUILT_IN.get(name) or TemplateSource(read_template(user_path(name)), name)
+        source = BUILT_IN.get(name) or TemplateSource(_named_template(name), name)
     newest = max((file.mtime_ns // 10**9 for file in files), default=time.time())
     template = ChatTemplate(source, tokenizer.named_tokens, datetime.fromtimestamp(newest, UTC).date())
     named = tokenizer.named_tokens
     begins = named.get("bos_token", "") if tokenizer.bos_id in tokenizer.before else ""
     frame = (begins, named.get("eos_token", ""))
     return ChatFormat(template, data.loss_on, frame, _missing_markers(name, tokenizer))
+
+
+def _named_template(name: str) -> str:
+    """Return the text of the template that a run's settings name.
+
+    They may be somebody else's, and an export copies the text into a folder that people publish. So it has to be a
+    template: no private file has Jinja with the variable that every template uses.
+    """
+    text = read_template(user_path(name))
+    if not _USES_MESSAGES.search(text):
+        raise DataError(f"chat template {name!r} has no Jinja that uses messages; name another data.chat_template")
+    return text
 
 
 def about_vocabulary(tokenizer: Tokenizer) -> Iterator[str]:

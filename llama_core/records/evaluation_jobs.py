@@ -12,7 +12,7 @@ from pathlib import Path
 from llama_core.errors import RunDirectoryError
 from llama_core.records.checkpoints import MANIFEST, checkpoint_name, checkpoint_step
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_file, read_typed, write_json
+from llama_core.records.files import read_file, read_typed, unwritable, write_json
 from llama_core.records.progress import first_of_each, read_progress
 
 
@@ -50,8 +50,12 @@ def identity(checkpoint: Path) -> str:
 
 
 def write_attempt(run: RunDirectory, attempt: EvaluationAttempt) -> None:
-    """Record that an evaluation starts."""
-    write_json(_folder(run) / f"{checkpoint_name(attempt.step)}.json", attempt)
+    """Record that an evaluation starts.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
+    _write(_folder(run) / f"{checkpoint_name(attempt.step)}.json", attempt)
 
 
 def read_attempt(run: RunDirectory, checkpoint: Path) -> EvaluationAttempt | None:
@@ -64,17 +68,28 @@ def read_attempt(run: RunDirectory, checkpoint: Path) -> EvaluationAttempt | Non
 
 
 def write_ending(run: RunDirectory, checkpoint: Path, problem: str = "") -> None:
-    """Record that a checkpoint has its scores, or why it gets none."""
+    """Record that a checkpoint has its scores, or why it gets none.
+
+    Raises:
+        RunDirectoryError: if it cannot be written.
+    """
     ending = EvaluationEnding(
         checkpoint_step(checkpoint), read_progress(checkpoint).tokens, identity(checkpoint), problem
     )
-    write_json(_ended(run, checkpoint.name), ending)
+    _write(_ended(run, checkpoint.name), ending)
 
 
 def read_ending(run: RunDirectory, checkpoint: Path) -> EvaluationEnding | None:
     """Return how the evaluation of a checkpoint has ended, or None if it has not."""
     ending = _read_ending(run, checkpoint.name)
     return ending if ending and ending.checkpoint == identity(checkpoint) else None
+
+
+def endings(run: RunDirectory) -> list[EvaluationEnding]:
+    """Return how evaluations have ended, by step, also of checkpoints that are gone."""
+    names = (path.name.removesuffix(_ENDED) for path in _folder(run).glob(f"*{_ENDED}"))
+    found = (_read_ending(run, name) for name in names)
+    return sorted((ending for ending in found if ending is not None), key=lambda ending: ending.step)
 
 
 def waiting_checkpoints(checkpoints: Sequence[Path], every_tokens: int) -> list[Path]:
@@ -91,8 +106,7 @@ def waiting_checkpoints(checkpoints: Sequence[Path], every_tokens: int) -> list[
     if not every_tokens:
         return waiting
     # A checkpoint that was evaluated may be gone: the next one after the same multiple does not take its place.
-    ended = [_read_ending(run, path.name.removesuffix(_ENDED)) for path in _folder(run).glob(f"*{_ENDED}")]
-    steps = {ending.tokens // every_tokens: ending.step for ending in ended if ending}
+    steps = {ending.tokens // every_tokens: ending.step for ending in endings(run)}
     taken = {multiple: checkpoint_name(step) for multiple, step in steps.items()}
     return [
         path
@@ -102,6 +116,13 @@ def waiting_checkpoints(checkpoints: Sequence[Path], every_tokens: int) -> list[
 
 
 _ENDED = ".ended.json"
+
+
+def _write(path: Path, record: EvaluationAttempt | EvaluationEnding) -> None:
+    try:
+        write_json(path, record)
+    except OSError as error:
+        raise unwritable(path, error) from None
 
 
 def _folder(run: RunDirectory) -> Path:

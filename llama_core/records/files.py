@@ -415,6 +415,12 @@ def unreadable(path: Path, error: OSError) -> RunDirectoryError:
     return RunDirectoryError(f"cannot read {path}: {error.strerror or error}")
 
 
+def unwritable(path: Path, error: OSError) -> RunDirectoryError:
+    """Return the error for a file of a run that cannot be written."""
+    cause = no_room(path.parent) if is_disk_full(error) else error.strerror or str(error)
+    return RunDirectoryError(f"cannot write {path}: {cause}")
+
+
 def damaged(path: Path, problem: object) -> RunDirectoryError:
     """Return the error for a file whose contents this software does not write."""
     return RunDirectoryError(f"{path} is damaged ({problem}); restore it from a backup, or remove it")

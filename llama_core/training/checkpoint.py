@@ -241,10 +241,16 @@ class Checkpointer:
                 shutil.rmtree(unfinished)
 
     def _remove(self, path: Path) -> None:
-        """Delete a checkpoint; a process killed meanwhile leaves a hidden rest, which the next one removes."""
+        """Delete a checkpoint; a process killed meanwhile leaves a hidden rest, which the next one removes.
+
+        One that cannot be deleted costs room, but not the run: the newer one is saved.
+        """
         hidden = path.with_name(f".{path.name}.deleted.writing")
-        path.replace(hidden)
-        shutil.rmtree(hidden)
+        try:
+            path.replace(hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            logger.warning("%s cannot be deleted and takes up room: %s", path, error.strerror or error)
 
     def _writing(self, step: int) -> Path:
         return self.run.checkpoints / f".{checkpoint_name(step)}.writing"

@@ -5,11 +5,9 @@ directory, since a run that goes on no longer has these weights. Adapters begin 
 the model below them as its reference; a run that begins with adapters of another has the model with those.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +21,7 @@ from llama_core.objectives.traits import ObjectiveType
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, wait_for_all
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import atomic_write, read_file, read_typed, write_json
+from llama_core.records.references import read_reference, write_reference
 from llama_core.units import format_duration
 
 logger = logging.getLogger(__name__)
@@ -31,21 +29,6 @@ logger = logging.getLogger(__name__)
 Measure = Callable[[Batch], npt.NDArray[np.float32]]
 """Returns the log-probabilities of the answers in rows of a batch of every rank, after their own prompts and, for an
 objective of mismatches, after others: of the rows of all ranks, in turns, [rows, A, 1 or 2]. Answer 0 is none."""
-
-
-@dataclass(frozen=True)
-class ReferenceRecord:
-    """What the log-probabilities under the reference belong to."""
-
-    weights: str
-    """The weights that the run began with."""
-    rows: Mapping[str, str]
-    """The digest of the rows of each source: documents, template, tokenizer and length of the rows."""
-    num_pairs: Mapping[str, int]
-    """The pairs of each source, in the order of the file: two numbers each. Or its labelled answers, each with its own
-    log-probability and that after another prompt."""
-    sha256: str
-    """Of the file."""
 
 
 class References:
@@ -82,10 +65,13 @@ class References:
         began = time.perf_counter()
         values = {name: self._computed(rows, plan, measure) for name, rows in self.rows.items()}
         if is_first_rank():
-            content = b"".join(of_rows.tobytes() for of_rows in values.values())
-            with atomic_write(self.run.reference_values) as path:
-                path.write_bytes(content)
-            write_json(self.run.reference, self._record(hashlib.sha256(content).hexdigest()))
+            write_reference(
+                self.run,
+                b"".join(of_rows.tobytes() for of_rows in values.values()),
+                weights=self.weights,
+                rows={name: rows.digest for name, rows in self.rows.items()},
+                num_pairs={name: rows.num_pairs for name, rows in self.rows.items()},
+            )
         wait_for_all()
         self._give(values)
         if is_first_rank():
@@ -117,10 +103,7 @@ class References:
         self._give(shared)
 
     def _read(self) -> dict[str, npt.NDArray[np.float32]]:
-        record = read_typed(self.run.reference, ReferenceRecord)
-        content = read_file(self.run.reference_values, most_bytes=8 * sum(record.num_pairs.values()))
-        if hashlib.sha256(content).hexdigest() != record.sha256:
-            raise RunDirectoryError(f"{self.run.reference_values} is damaged")
+        record, content = read_reference(self.run)
         other = [name for name, rows in self.rows.items() if record.rows.get(name) != rows.digest]
         if other:
             raise RunDirectoryError(f"{self.run.reference} is of other pairs than {', '.join(other)} has now")
@@ -128,14 +111,6 @@ class References:
         parts = np.split(np.frombuffer(content, np.float32).reshape(-1, 2), ends)
         of_name = dict(zip(record.num_pairs, parts, strict=True))
         return {name: of_name[name] for name in self.rows}
-
-    def _record(self, sha256: str) -> ReferenceRecord:
-        return ReferenceRecord(
-            weights=self.weights,
-            rows={name: rows.digest for name, rows in self.rows.items()},
-            num_pairs={name: rows.num_pairs for name, rows in self.rows.items()},
-            sha256=sha256,
-        )
 
     def _give(self, values: Mapping[str, npt.NDArray[np.float32]]) -> None:
         for name, rows in self.rows.items():

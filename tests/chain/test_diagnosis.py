@@ -20,9 +20,12 @@ from llama_core.launch.rank.requeue import begin_attempt
 from llama_core.launch.verdict import read_log
 from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
+from llama_core.records.evaluation_jobs import write_ending
+from llama_core.records.evaluations import Score, write_scores
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.metrics import read_metrics, write_metrics_part
+from llama_core.records.references import write_reference
 from training_infra import cli
 
 ATTEMPT = {
@@ -291,7 +294,11 @@ def test_metrics_that_cannot_be_read_are_a_problem(run):
 
 
 @pytest.mark.parametrize(
-    "name", ["plan", "choice", "estimate", "environment", "dry_run", "data", "training", "benchmark"]
+    "name",
+    [
+        *("plan", "choice", "estimate", "environment", "dry_run", "data", "training", "benchmark", "hub", "samples"),
+        *("rollbacks", "data_changes", "settings_changes", "reference", "length", "checkpoint_interval"),
+    ],
 )
 def test_a_record_that_cannot_be_read_is_a_problem_that_names_it(run, name):
     end(run, "cancelled")
@@ -299,6 +306,29 @@ def test_a_record_that_cannot_be_read_is_a_problem_that_names_it(run, name):
     path.write_text("garbage")
     ((subject, told),) = problems(diagnose(run))
     assert (subject, told.startswith(f"{path} ")) == ("record", True)
+
+
+def test_a_reference_whose_values_are_damaged_or_gone_is_a_problem(run):
+    end(run, "cancelled")
+    write_reference(run, b"log-probabilities", weights="drawn", rows={"train/0": "a"}, num_pairs={"train/0": 3})
+    assert problems(diagnose(run)) == []
+    run.reference_values.write_bytes(b"Log-probabilities")
+    assert problems(diagnose(run)) == [("record", f"{run.reference_values} is damaged")]
+    run.reference_values.unlink()
+    assert problems(diagnose(run)) == [("record", f"cannot read {run.reference_values}: No such file or directory")]
+
+
+def test_evaluations_without_scores_are_problems(run):
+    end(run, "cancelled")
+    write_ending(run, run.checkpoints / checkpoint_name(4), "the disk is full")
+    write_ending(run, run.checkpoints / checkpoint_name(6))
+    assert problems(diagnose(run)) == [
+        ("evaluation", "step 4: not evaluated: the disk is full"),
+        ("evaluation", f"step 6: its evaluation has ended, but its scores are in no file of {run.evaluations}"),
+    ]
+    score = Score(6, 100, "arc", "acc", 0.5, None, higher_is_better=True, examples=1, version="", settings="", time="")
+    write_scores(run, [score])
+    assert [text for _, text in problems(diagnose(run))] == ["step 4: not evaluated: the disk is full"]
 
 
 def test_a_plan_without_its_keys_or_with_keys_that_exclude_each_other_is_a_problem(run):

@@ -1,5 +1,6 @@
 """Scores on tasks: of every checkpoint asked for, recorded in the run, and one line for what cannot be evaluated."""
 
+import errno
 import json
 import sys
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import load_config
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.checkpoints import checkpoint_name
 from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import read_scores
@@ -90,6 +91,25 @@ def test_a_run_is_evaluated_on_the_tasks_of_its_configuration(run, folder):
     assert {score.task for score in scores} == {"toy_choice"}
     assert {(score.step, score.settings, score.examples) for score in scores} == {(2, "1-shot, first 2", 2)}
     assert read_ending(run, run.checkpoints / checkpoint_name(2)).problem == ""
+
+
+def test_an_evaluation_whose_scores_cannot_be_written_has_not_ended(run, folder, monkeypatch, capsys):
+    asked = {"tasks": ["toy_choice"], "include_path": str(folder), "limit": 1}
+    run.config.write_text(load_config(run).with_overrides(Override("evaluation", asked)).to_yaml())
+    checkpoint = run.checkpoints / checkpoint_name(2)
+
+    def fill(path, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    for place in ("llama_core.chain.recorded.write_scores", "llama_core.records.evaluation_jobs.write_json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fill)
+            assert evaluator.main([str(run.path), "--step", "2", "--device", "cpu"]) == RunDirectoryError.exit_code
+        assert f"the disk of {run.path}" in capsys.readouterr().out
+        assert read_ending(run, checkpoint) is None, "it is started again"
+    assert evaluator.main([str(run.path), "--step", "2", "--device", "cpu"]) == 0
+    assert read_ending(run, checkpoint).problem == ""
+    assert read_scores(run)
 
 
 @pytest.mark.wide

@@ -1,5 +1,6 @@
 """Checkpoints are evaluated beside a run: each once, again if that was killed, and never in the ranks' way."""
 
+import errno
 import sys
 
 import pytest
@@ -97,6 +98,24 @@ def test_one_that_was_killed_is_started_again_and_given_up_after_some_attempts(r
     assert played.started == [5, 5, 5]
     assert told[:2] == [f"step 5: its evaluation was killed or crashed; attempt {number} of 3" for number in (2, 3)]
     assert told[2].startswith("step 5: not evaluated: all 3 evaluations were killed or crashed; see")
+
+
+def test_what_cannot_be_recorded_is_told_once_and_nobody_waits_for_it(run, monkeypatch):
+    played = Played()
+    save(run, 5)
+    evaluator, told = evaluator_of(run, played)
+
+    def fill(path, record):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+
+    monkeypatch.setattr("llama_core.records.evaluation_jobs.write_json", fill)
+    played.start = lambda command, step: "1"
+    while evaluator.look(has_trained=True):
+        pass
+    (line,) = told
+    assert line.startswith(
+        f"step 5: not evaluated: cannot write {run.evaluations}/jobs/step-00000005.json: the disk of"
+    )
 
 
 def test_who_comes_next_follows_what_runs_and_repeats_what_was_ended_for_it(run):

@@ -384,6 +384,16 @@ def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, ex
     ] * (named == "bytes")
 
 
+def test_an_export_holds_no_private_file_that_a_run_calls_its_template(tmp_path):
+    (tmp_path / "id_ed25519").write_text("-----BEGIN OPENSSH PRIVATE KEY-----")
+    settings = {"data": {"chat_template": str(tmp_path / "id_ed25519")}}
+    run = save_run(tmp_path / "run", settings, always(ord("#")))
+    write_json(run.data, {"chat_template": "mine"})
+    with pytest.raises(DataError, match=r"id_ed25519' has no Jinja that uses messages"):
+        export_run(run, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 def test_an_export_tells_the_end_of_a_turn_that_is_several_tokens(tmp_path):
     (tmp_path / "template").write_text(TEMPLATE.replace("#", "###"))
     run = save_run(tmp_path / "run", {"data": {"chat_template": str(tmp_path / "template")}}, always(ord("#")))

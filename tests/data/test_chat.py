@@ -252,11 +252,13 @@ def test_a_malformed_conversation_is_refused_with_its_line(tmp_path, messages, r
         (PUBLIC_LLAMA2, "refuses it: Conversation roles must alternate"),
         ("{{ messages[0].nothing.at_all }}", "refuses it: 'dict object' has no attribute 'nothing'"),
         ("{{ messages[0].content + 1 }}", "refuses it: TypeError: can only concatenate str"),
-        ("{{ ''.__class__.__mro__ }}", "refuses it: access to attribute '__class__' of 'str' object is unsafe."),
+        ("{{ messages.__class__.__mro__ }}", "refuses it: access to attribute '__class__' of 'list' object is unsafe."),
         ("{{ messages.append(1) }}", "refuses it: "),
         (FORGETFUL, "refuses it: it renders message 2 differently inside the conversation than at its end"),
         ("{{ messages[0].content }}", "renders no assistant text; set another data.chat_template"),
-        ("{% if %}", "is not valid Jinja: line 1: Expected an expression"),
+        ("{% if %}{{ messages }}", "is not valid Jinja: line 1: Expected an expression"),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----", "has no Jinja that uses messages"),
+        ("the messages are {{ secret }}", "has no Jinja that uses messages"),
     ],
 )
 def test_an_unusable_template_is_refused(tmp_path, template, report):
@@ -358,9 +360,9 @@ def test_the_tokenizers_own_template_wins_over_the_familys(folder, configured):
     assert chosen(load_tokenizer(str(there))).template.source == "of the config"
     (there / "chat_template.jinja").write_text("of the file")
     assert chosen(load_tokenizer(str(there / "tokenizer.json"))).template.source == "of the file"
-    (there / "mine.jinja").write_text("mine")
+    (there / "mine.jinja").write_text("{{ messages }}")
     own = chosen(load_tokenizer(str(there)), chat_template=str(there / "mine.jinja"))
-    assert (own.template.source, own.template.name) == ("mine", str(there / "mine.jinja"))
+    assert (own.template.source, own.template.name) == ("{{ messages }}", str(there / "mine.jinja"))
     assert chosen(load_tokenizer(str(there)), chat_template="llama2").template.name == "Llama 2's format"
 
 

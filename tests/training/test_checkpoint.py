@@ -1,3 +1,4 @@
+import errno
 import io
 import logging
 import os
@@ -406,6 +407,21 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so_in_one_line(disk_
     )
     assert names(run) == ["latest", "step-00000001"]
     assert Checkpointer(run, keep=Retention(1)).load(trained(0))["step"] == 1
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_costs_room_but_not_the_run(run, monkeypatch, caplog):
+    save(run, 1)
+
+    def refuse(path, **_):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("llama_core.training.checkpoint.shutil.rmtree", refuse)
+        save(run, 2, keep=1)
+        save(run, 3, keep=1)
+    assert names(run)[-1] == "step-00000003"
+    assert f"{run.checkpoints}/step-00000001 cannot be deleted and takes up room: Operation not perm" in caplog.text
+    assert Checkpointer(run, keep=Retention(1)).load(trained(0))["step"] == 3
 
 
 @pytest.mark.nightly
