@@ -452,7 +452,10 @@ def _read_text(record: Record) -> str:
 
 def _read_tokens(record: Record) -> Tokens:
     given = record.get(INPUT_IDS)
-    ids = np.array(given if isinstance(given, list | np.ndarray) else None, ndmin=1)
+    try:
+        ids = np.array(given if isinstance(given, list | np.ndarray) else None, ndmin=1)
+    except ValueError:  # lists of several lengths
+        ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise UnusableRecordError("wrong type", f"{record.names[INPUT_IDS]!r} is not a list of token ids")
     masks = {}

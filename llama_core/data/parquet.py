@@ -57,6 +57,8 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
             for batch in batches:
                 columns = _columns(file, batch.schema, names)
                 unread = _others(batch.schema, columns)
+                for name in columns:
+                    _refuse_lies(batch.column(name))
                 position = source.tell()
                 for values in zip(*(batch.column(name) for name in columns), strict=True):
                     number += 1
@@ -82,6 +84,21 @@ def _batches(source: Any) -> Iterator[Any]:
     else:
         source.seek(0)
         yield from ipc.open_stream(source)
+
+
+def _refuse_lies(column: Any) -> None:
+    """Refuse a column of an Arrow file whose offsets, which are the file's own, lead to other memory, or to none.
+
+    Raises:
+        ArrowInvalid: if they do, or text inside other values is not UTF-8. Other text that is not is a row's own fault.
+    """
+    import pyarrow as pa
+
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if not (_holds_strings(column.type) and "UTF8" in str(error)):
+            raise
 
 
 def _row(columns: Sequence[str], values: Sequence[Any]) -> dict[str, object]:

@@ -7,6 +7,7 @@ The processes are started with their own command and not forked, because a token
 import json
 import os
 import pickle
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from llama_core.errors import DataError
 from llama_core.imports import safe_python
 from llama_core.objectives.traits import Reads
 
+_OF_DAMAGE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+"""Signals of a library that has read what it cannot read."""
 _COMMAND = safe_python("-m", "llama_core.data.shard_worker")
 
 
@@ -107,16 +110,14 @@ class _Crew:
         with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as worker:
             with self._lock:
                 self._workers.append(worker)
+            order = None
             try:
                 self._send(worker, self._start)
                 while (order := self._next()) is not None:
                     self._send(worker, order)
                     self._follow(worker, order)
             except (BrokenPipeError, EOFError):
-                raise DataError(
-                    f"a process that builds shards has ended ({_ending(worker)}); start again, with fewer --workers if "
-                    "it was killed for want of memory"
-                ) from None
+                raise _died(worker, order) from None
             except BaseException:
                 worker.terminate()
                 raise
@@ -160,6 +161,13 @@ class _Crew:
             self._on_progress(self._done, self._total)
 
 
-def _ending(worker: subprocess.Popen[bytes]) -> str:
+def _died(worker: subprocess.Popen[bytes], order: Order | None) -> DataError:
+    """Return the error for a worker that has ended while it built a shard: libraries die of some damaged files."""
     code = worker.wait()
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    read = [str(file.path) for file in order.files] if order else []
+    where = f" while it read {read[0]}{f' or one of {len(read) - 1} others' if read[1:] else ''}" if read else ""
+    remedy = "start again, with fewer --workers if it was killed for want of memory"
+    if -code in _OF_DAMAGE:
+        remedy = "the file is damaged, or was changed meanwhile: copy it again, or leave it out"
+    return DataError(f"a process that builds shards has ended ({how}){where}; {remedy}")

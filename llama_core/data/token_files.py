@@ -14,6 +14,7 @@ import numpy.typing as npt
 from llama_core.data.formats import INPUT_IDS, FieldNames
 from llama_core.data.raw_record import RawRecord, already_read
 from llama_core.data.source_file import Digest, SourceFile, take_all
+from llama_core.data.stored_ids import StoredIds
 from llama_core.errors import DataError
 
 _MEGATRON = b"MMIDIDX\x00\x00"
@@ -85,6 +86,8 @@ def megatron_records(file: SourceFile, names: FieldNames, content: Digest | None
     ends = ends[sequences[filled + 1] - 1]
     if len(ends) and (begins.min() < 0 or (ends < begins).any() or ends.max() > file.num_bytes // dtype.itemsize):
         raise _misfit(file, index, f"a document ends after token {int(ends.max()):,}, of {dtype.itemsize} bytes each")
+    if (begins[1:] < ends[:-1]).any():  # a small file would become as many tokens as its index likes
+        raise DataError(f"{file.path}: documents of {index.name} overlap; copy it again")
     yield from _documents(file, names, content, dtype.str, begins, ends)
 
 
@@ -92,7 +95,7 @@ def _ascend(numbers: npt.NDArray[np.int64], most: int) -> bool:
     """Return whether numbers begin at 0 or later, never fall, and end at ``most`` or earlier."""
     if not len(numbers):
         return True
-    return bool(numbers[0] >= 0 and numbers[-1] <= most and (np.diff(numbers) >= 0).all())
+    return bool((numbers >= 0).all() and numbers[-1] <= most and (np.diff(numbers) >= 0).all())
 
 
 def _documents(  # noqa: PLR0917 - what is read, and where in it
@@ -105,19 +108,16 @@ def _documents(  # noqa: PLR0917 - what is read, and where in it
 ) -> Iterator[RawRecord]:
     if content is not None:
         take_all(file, content)
-    tokens = _array(file.path, dtype)
     field = names[INPUT_IDS]
-    for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
-        position = file.num_bytes * number // len(ends)
-        yield RawRecord(f":{number}", position, already_read({field: tokens[begin:end]}))
+    with StoredIds(file.path, np.dtype(dtype)) as tokens:
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
+            position = file.num_bytes * number // len(ends)
+            yield RawRecord(f":{number}", position, already_read({field: tokens[begin:end]}))
 
 
 def _array(path: Path, dtype: str) -> npt.NDArray[Any]:
-    size = path.stat().st_size
-    itemsize = np.dtype(dtype).itemsize
-    if size % itemsize:
-        raise DataError(f"{path} has {size:,} bytes, which are no whole numbers of {itemsize}; copy it again")
-    return np.asarray(np.memmap(path, dtype, mode="r")) if size else np.empty(0, dtype)
+    with StoredIds(path, np.dtype(dtype)) as numbers:
+        return numbers[:]
 
 
 def _misfit(file: SourceFile, index: Path, what: str) -> DataError:

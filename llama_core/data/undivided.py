@@ -19,6 +19,7 @@ from llama_core.config.settings import TokenDtype
 from llama_core.data.formats import INPUT_IDS, FieldNames
 from llama_core.data.raw_record import RawRecord, already_read
 from llama_core.data.source_file import MOST_BYTES_OF_RECORD, Digest, SourceFile, take_all
+from llama_core.data.stored_ids import StoredIds
 from llama_core.data.tokenizer import Tokenizer, token_dtype
 from llama_core.errors import DataError
 from llama_core.units import format_bytes
@@ -50,8 +51,8 @@ class TokenLayout:
 
 
 class _Ids(NamedTuple):
-    tokens: npt.NDArray[Any]
-    """All ids of a file, mapped [tokens]."""
+    tokens: StoredIds
+    """All ids of a file."""
     is_typed: bool
     """Whether a header gives their type."""
 
@@ -68,9 +69,10 @@ def undivided_records(
         take_all(file, content)
     ids = _ids(file, layout)
     field = names[INPUT_IDS]
-    for number, (begin, end) in enumerate(_documents(file, ids, layout), start=1):
-        position = file.num_bytes * end // len(ids.tokens)
-        yield RawRecord(f":{number}", position, already_read({field: ids.tokens[begin:end]}))
+    with ids.tokens as tokens:
+        for number, (begin, end) in enumerate(_documents(file, ids, layout), start=1):
+            position = file.num_bytes * end // len(tokens)
+            yield RawRecord(f":{number}", position, already_read({field: tokens[begin:end]}))
 
 
 def has_llmc_header(path: Path) -> bool:
@@ -91,7 +93,7 @@ def _ids(file: SourceFile, layout: TokenLayout) -> _Ids:
     path = file.path
     with path.open("rb") as opened:
         if opened.read(len(_NUMPY)) == _NUMPY:
-            return _Ids(_numpy_array(path), is_typed=True)
+            return _Ids(_numpy_ids(path), is_typed=True)
     llmc = _llmc_header(path)
     if llmc is not None:
         of_header, num_tokens = llmc
@@ -101,25 +103,19 @@ def _ids(file: SourceFile, layout: TokenLayout) -> _Ids:
                 f"{path} has {file.num_bytes:,} bytes, but {expected:,} by its header of llm.c, which gives "
                 f"{num_tokens:,} tokens; copy it again"
             )
-        return _Ids(_mapped(file, of_header, 4 * _LLMC_HEADER), is_typed=True)
+        return _Ids(StoredIds(path, of_header, 4 * _LLMC_HEADER), is_typed=True)
     dtype = layout.dtype
     if file.num_bytes % dtype.itemsize:
         raise DataError(
             f"{path} has {file.num_bytes:,} bytes, which are no whole numbers of {dtype.itemsize}; copy it again, or "
             f"set data.token_dtype={_other(dtype)} if it holds such ids"
         )
-    return _Ids(_mapped(file, dtype, 0), is_typed=False)
+    return _Ids(StoredIds(path, dtype), is_typed=False)
 
 
-def _mapped(file: SourceFile, dtype: np.dtype[Any], offset: int) -> npt.NDArray[Any]:
-    if file.num_bytes == offset:
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(file.path, dtype, mode="r", offset=offset))
-
-
-def _numpy_array(path: Path) -> npt.NDArray[Any]:
+def _numpy_ids(path: Path) -> StoredIds:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)  # only to have its header read
     except ValueError as error:
         raise DataError(f"{path} is not a readable array of NumPy: {' '.join(str(error).split())}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -127,7 +123,7 @@ def _numpy_array(path: Path) -> npt.NDArray[Any]:
             f"{path} is an array of {array.dtype} with {array.ndim} dimensions, not a row of token ids; "
             "write integers with one dimension"
         )
-    return np.asarray(array)
+    return StoredIds(path, array.dtype, array.offset, len(array))
 
 
 def _documents(file: SourceFile, ids: _Ids, layout: TokenLayout) -> Iterator[tuple[int, int]]:
@@ -145,7 +141,7 @@ def _documents(file: SourceFile, ids: _Ids, layout: TokenLayout) -> Iterator[tup
             if _says_something(tokens[begin:end], tokenizer):
                 yield begin, end
             begin = end
-        unended = (first + len(piece) - begin) * tokens.itemsize
+        unended = (first + len(piece) - begin) * tokens.dtype.itemsize
         if unended > MOST_BYTES_OF_RECORD:
             raise DataError(
                 f"{file.path}: no end of text (token {tokenizer.eos_id} of tokenizer {tokenizer.name!r}) in the "

@@ -94,9 +94,18 @@ def test_a_file_that_cannot_be_read_is_one_line_and_the_other_shards_are_kept(co
     assert tokenize(config, 1).num_new_shards < NUM_FILES
 
 
-def test_a_killed_worker_is_one_line_and_the_next_call_finishes(config, monkeypatch):
-    monkeypatch.setattr("llama_core.data.shard_workers._COMMAND", (sys.executable, "-c", KILLED_IN_ITS_THIRD_ORDER))
-    with pytest.raises(DataError, match=r"a process that builds shards has ended \(signal 9\); start again"):
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (signal.SIGKILL, "start again, with fewer --workers if it was killed for want of memory"),
+        *((died, "the file is damaged, or was changed meanwhile") for died in (signal.SIGBUS, signal.SIGSEGV)),
+    ],
+)
+def test_a_killed_worker_is_one_line_and_the_next_call_finishes(config, corpus, monkeypatch, number, remedy):
+    code = KILLED_IN_ITS_THIRD_ORDER.replace("NUMBER", str(int(number)))
+    monkeypatch.setattr("llama_core.data.shard_workers._COMMAND", (sys.executable, "-c", code))
+    where = rf"while it read {corpus}/\d\.jsonl; {remedy}"
+    with pytest.raises(DataError, match=rf"a process that builds shards has ended \(signal {int(number)}\) {where}"):
         tokenize(config, 1)
     monkeypatch.undo()
     monkeypatch.setattr(grouping, "ALONE_BYTES", 1)
@@ -109,7 +118,7 @@ from llama_core.data import shard_worker
 build, built = shard_worker.build_shard, []
 def build_or_die(*arguments, **options):
     if len(built) == 2:
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), NUMBER)
     built.append(build(*arguments, **options))
 shard_worker.build_shard = build_or_die
 sys.exit(shard_worker.main())
