@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         """Return the message about a value that is none of an argument's, and what was meant."""
         if argument != "COMMAND":
             named = (action for action in self._actions if "/".join(action.option_strings) == argument)
-            known = next(named, argparse.Action((), "")).choices or ()
+            known = next((action.choices for action in named), None) or ()
             return message, did_you_mean(name, map(str, known))
         commands = [command for rows in self.tables.values() for command, _ in rows]
         begun = [command for command in commands if name and command.startswith(name)]

@@ -14,11 +14,6 @@ ADAPTERS = Registry("adapters", AdapterType, LORA, DORA)
 DEFAULT_ADAPTER = LORA.name
 
 
-def adapter_names() -> tuple[str, ...]:
-    """Return the name of every kind of adapter."""
-    return ADAPTERS.names()
-
-
 def adapter_type(name: str) -> AdapterType:
     """Return the kind of adapter called ``name``, with its traits.
 

@@ -25,7 +25,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, cache_directory, no_room, read_file, user_path, write_json
 from llama_core.records.hub import HubRecord, HubSource
 from llama_core.records.owners import own_folder
-from llama_core.units import format_bytes
+from llama_core.units import counted, format_bytes
 
 INITIAL_WEIGHTS = "training.init_from"
 _VALIDATION = "data.validation"
@@ -70,7 +70,7 @@ class Source:
                 part = f", or name a part of it, such as {name.repository}/{_some_folder(self.files)}"
                 remedy = f"set HF_HOME to a folder on a larger disk{part if name.kind == 'dataset' else ''}"
                 raise HubError(f"{name}: {no_room(cache, num_bytes)}; {remedy}")
-            say("download", f"{_counted(missing)} of {name}, {format_bytes(num_bytes)}, to {cache}")
+            say("download", f"{counted(len(missing), 'file')} of {name}, {format_bytes(num_bytes)}, to {cache}")
             for number, file in enumerate(missing, start=1):
                 download(self.snapshot, [file])
                 if not say.can_redraw:
@@ -106,8 +106,8 @@ class Resolved:
     def waits_for(self, *settings: str) -> list[str]:
         """Return a sentence for each setting whose files are still missing, if it is one of some or within one."""
         return [
-            f"{source.setting}: training first downloads {_counted(source.missing)} of {source.snapshot.name}, "
-            f"{format_bytes(source.missing_bytes)}"
+            f"{source.setting}: training first downloads {counted(len(source.missing), 'file')} of "
+            f"{source.snapshot.name}, {format_bytes(source.missing_bytes)}"
             for source in self.sources
             if source.missing and any(f"{source.setting}.".startswith(f"{setting}.") for setting in settings)
         ]
@@ -259,14 +259,18 @@ def _of_data_source(setting: str, given: DataSource, cache_dir: str | None) -> _
             continue
         training, held_out = _data_files(name)
         if not is_held_out and training and held_out:
-            notes.append(f"{name}: {_counted(held_out)} for validation or tests, such as {held_out[0]}, left out")
+            notes.append(
+                f"{name}: {counted(len(held_out), 'file')} for validation or tests, such as {held_out[0]}, left out"
+            )
         files = (held_out or training) if is_held_out else (training or held_out)
         folder = look_up(name).folder
         new = [file for file in files if folder / file not in taken]
         taken.update(folder / file for file in new)
         if len(new) < len(files):
             repeated = sorted(set(files) - set(new))
-            notes.append(f"{name}: {_counted(repeated)} of several names, such as {repeated[0]}, taken once")
+            notes.append(
+                f"{name}: {counted(len(repeated), 'file')} of several names, such as {repeated[0]}, taken once"
+            )
         if new:
             sources.append(_of_data(setting, name, new, cache_dir))
             paths.append(str(sources[-1].folder))
@@ -316,7 +320,3 @@ def _of_data(setting: str, name: HubName, files: Sequence[str], cache_dir: str |
     digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:8]
     links = own_folder(cache_directory(cache_dir)) / "hub" / name.repository.replace("/", "--")
     return Source(setting, snapshot, tuple(files), links / f"{snapshot.commit[:12]}-{digest}")
-
-
-def _counted(files: Sequence[str]) -> str:
-    return "1 file" if len(files) == 1 else f"{len(files):,} files"

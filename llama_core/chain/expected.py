@@ -20,7 +20,7 @@ from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, write_json
 from llama_core.records.measurements import ExpectedStep
-from llama_core.units import TFLOP, format_duration
+from llama_core.units import TFLOP, counted, format_duration
 
 SLOW_STEP_SECONDS = 180.0
 """Steps expected to take longer are announced."""
@@ -125,8 +125,9 @@ def _told(
     seconds = _step_seconds(config, plan, flops_per_second)
     whole = ""
     if steps:
-        count = f"{steps:,} {'step' if steps == 1 else 'steps'}"
-        whole = f", the {count} of the run {format_duration(_run_seconds(config, plan, seconds, steps))}"
+        whole = (
+            f", the {counted(steps, 'step')} of the run {format_duration(_run_seconds(config, plan, seconds, steps))}"
+        )
     if reference_tokens:
         reference = _reference_seconds(config, reference_tokens, flops_per_second)
         whole += f", the reference before the first step {format_duration(reference)}"

@@ -17,6 +17,7 @@ from llama_core.data.source_file import SourceFile, accessing
 from llama_core.data.splits import OF_DATASETS, is_held_out, not_of_data_sets
 from llama_core.data.undivided import has_llmc_header
 from llama_core.errors import DataError
+from llama_core.units import counted
 
 _MOST_NAMED = 5
 """Most files that a sentence names."""
@@ -54,12 +55,12 @@ class FoundFiles:
         """Yield a sentence on files that are one document each, on files left out, and on those found repeatedly."""
         documents = [file.path.name for file in self.files if _is_document(file.path)]
         if documents:
-            yield f"{_files(documents)} of plain text: a file is a document"
+            yield f"{counted(len(documents), 'file')} of plain text: a file is a document"
         if self.left_out:
             yield f"left out {_described(self.left_out)}"
         if self.repeated:
             names = [path.name for path in self.repeated]
-            yield f"{_files(names)} of several paths, taken once: {_first(names)}"
+            yield f"{counted(len(names), 'file')} of several paths, taken once: {_first(names)}"
 
 
 def find_files(*paths: str, held_out: bool = False) -> FoundFiles:
@@ -246,11 +247,7 @@ def _described(left_out: Sequence[LeftOut]) -> str:
     by_reason: dict[str, list[str]] = {}
     for one in left_out:
         by_reason.setdefault(one.reason, []).append(one.path.name)
-    return ", ".join(f"{_files(names)} {reason} ({_first(names)})" for reason, names in by_reason.items())
-
-
-def _files(names: Sequence[str]) -> str:
-    return f"{len(names):,} file{'' if len(names) == 1 else 's'}"
+    return ", ".join(f"{counted(len(names), 'file')} {reason} ({_first(names)})" for reason, names in by_reason.items())
 
 
 def _first(names: Sequence[str]) -> str:

@@ -11,11 +11,6 @@ OPTIMIZERS = Registry("optimizers", OptimizerType, ADAMW, MUON)
 DEFAULT_OPTIMIZER = ADAMW.name
 
 
-def optimizer_names() -> tuple[str, ...]:
-    """Return the name of every optimizer."""
-    return OPTIMIZERS.names()
-
-
 def optimizer_type(name: str) -> OptimizerType:
     """Return the optimizer called ``name``, with its traits.
 

@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import count, product
@@ -96,9 +96,10 @@ class SweepConfig(Section):
     @classmethod
     def _read_counts(cls, given: Any) -> Any:
         """Take 4k for 4000 where the run's key is a whole number, so that values are compared as numbers."""
+        counts = {known.name for known in RunConfig.known_keys() if known.is_count}
         if isinstance(given, list):
-            return [_with_counts(settings) for settings in given]
-        return _with_counts(given)
+            return [_with_counts(settings, counts) for settings in given]
+        return _with_counts(given, counts)
 
     @field_validator("base", mode="before")
     @classmethod
@@ -256,8 +257,7 @@ def _with_overrides(mapping: Mapping[str, Any], overrides: Iterable[Override | s
     return {**mapping, "base": base}
 
 
-def _with_counts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    counts = {known.name for known in RunConfig.known_keys() if known.is_count}
+def _with_counts(settings: Mapping[str, Any], counts: Collection[str]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, value in settings.items():
         if key not in counts:

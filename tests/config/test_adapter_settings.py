@@ -1,7 +1,7 @@
 import pytest
 from toy_adapter import FACTORS
 
-from llama_core.adapters.registry import ADAPTERS, adapter_names
+from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import LoRA
 from llama_core.errors import ConfigError
@@ -24,7 +24,7 @@ def problems(*overrides):
 
 def test_a_method_that_is_not_in_the_registry_is_refused_with_those_that_are():
     (problem,) = problems("strategy=lora", "lora.method=lorra")
-    assert problem.startswith(f"lora.method='lorra': choose one of {', '.join(adapter_names())}; did you mean 'lora'")
+    assert problem.startswith(f"lora.method='lorra': choose one of {', '.join(ADAPTERS.names())}; did you mean 'lora'")
 
 
 def test_a_setting_of_another_method_is_refused_by_name():

@@ -6,7 +6,7 @@ from toy_optimizer import SIGNUM
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
-from llama_core.optimizers.registry import OPTIMIZERS, optimizer_names
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.sweep.objective import Objective, problems_of_throughput, problems_of_training
 
 
@@ -24,7 +24,9 @@ def problems(*overrides):
 
 def test_an_optimizer_that_is_not_in_the_registry_is_refused_with_those_that_are():
     (problem,) = problems("training.optimizer=adamx")
-    assert problem.startswith(f"training.optimizer='adamx': choose one of {', '.join(optimizer_names())}; did you mean")
+    assert problem.startswith(
+        f"training.optimizer='adamx': choose one of {', '.join(OPTIMIZERS.names())}; did you mean"
+    )
 
 
 def test_a_setting_of_another_optimizer_is_refused_by_name():

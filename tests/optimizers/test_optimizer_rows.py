@@ -13,7 +13,6 @@ from llama_core.optimizers.registry import (
     DEFAULT_OPTIMIZER,
     OPTIMIZERS,
     optimizer_keys,
-    optimizer_names,
     optimizer_type,
 )
 from llama_core.optimizers.traits import WEIGHT_BYTES, OptimizerType, State, Trained
@@ -78,7 +77,7 @@ def test_adamw_is_the_default_and_has_sixteen_bytes_with_its_gradient():
 
 
 def test_an_unknown_optimizer_is_refused_with_the_names_of_the_known_ones():
-    known = ", ".join(optimizer_names())
+    known = ", ".join(OPTIMIZERS.names())
     with pytest.raises(ConfigError, match=rf"training\.optimizer=adamx is not one of {known}; did you mean 'adamw'"):
         optimizer_type("adamx")
 
