@@ -3,11 +3,10 @@
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-from llama_core.chain.ends import end_of_turn, trains_on_conversations
+from llama_core.chain.ends import end_of_turn, learnt_template, trains_on_conversations
 from llama_core.chain.generate import TextModel, check_text
 from llama_core.config.run import RunConfig
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.chat import chat_format
 from llama_core.data.chat_template import ChatTemplate
 from llama_core.data.rendering import Message, TemplateRefusalError
 from llama_core.data.tokenizer import Tokenizer
@@ -104,7 +103,7 @@ def template_of(weights: Path, config: RunConfig, tokenizer: Tokenizer) -> ChatT
         raise DataError(
             f"{weights} has no chat template: neither an instruct model, nor trained on conversations; drop --chat"
         )
-    return chat_format(config.data, tokenizer, config.spec, files=()).template
+    return learnt_template(weights, config, tokenizer)
 
 
 def _has_chat_template(weights: Path, config: RunConfig, tokenizer: Tokenizer) -> bool:

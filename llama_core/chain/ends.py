@@ -6,10 +6,12 @@ from llama_core.config.run import RunConfig
 from llama_core.data.chat import chat_format
 from llama_core.data.chat_template import ChatTemplate
 from llama_core.data.rendering import TemplateRefusalError
+from llama_core.data.statistics import refuse_other_digest
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.models.pretrained import is_checkpoint
+from llama_core.records.checkpoints import place_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
@@ -36,7 +38,19 @@ def end_of_learnt_turn(weights: Path, config: RunConfig, tokenizer: Tokenizer) -
     """
     if not trains_on_conversations(weights):
         return frozenset()
-    return end_of_turn(chat_format(config.data, tokenizer, config.spec, files=()).template, tokenizer)
+    return end_of_turn(learnt_template(weights, config, tokenizer), tokenizer)
+
+
+def learnt_template(weights: Path, config: RunConfig, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of conversations of a model's settings.
+
+    Raises:
+        DataError: if it cannot be read, or is not the one that a checkpoint has learnt.
+    """
+    template = chat_format(config.data, tokenizer, config.spec, files=()).template
+    if trains_on_conversations(weights) and not template.is_built_in:
+        refuse_other_digest(RunDirectory(place_of(weights.absolute())), "template", template.name, template.digest)
+    return template
 
 
 def trains_on_conversations(weights: Path) -> bool:

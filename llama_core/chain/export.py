@@ -13,15 +13,23 @@ from typing import Any
 from uuid import uuid4
 
 from llama_core.chain.checkpoints import Best, checkpoints_to_average, find_checkpoint
-from llama_core.chain.ends import end_of_learnt_turn
+from llama_core.chain.ends import end_of_learnt_turn, learnt_template, trains_on_conversations
 from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
-from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import BYTES, HuggingFaceTokenizer, Tokenizer, difference, load_tokenizer, tokenizer_file
+from llama_core.data.statistics import refuse_other_digest
+from llama_core.data.tokenizer import (
+    BYTES,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    difference,
+    load_tokenizer,
+    model_tokenizer,
+    tokenizer_file,
+)
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
@@ -30,7 +38,7 @@ from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, g
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, refuse_own_head, saved_run
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import open_file, own_file, read_file, read_json, user_path
+from llama_core.records.files import open_file, own_file, read_file, user_path
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's template, which takes precedence over one in ``tokenizer_config.json``."""
@@ -100,11 +108,11 @@ def export_run(
     tell(f"{f'the mean of {names} and ' if others else ''}{checkpoint} in {dtype}")
     try:
         with new_folder_beside(out.absolute()) as writing:
-            tokenizer = _own_tokenizer(config.data, tell)
+            tokenizer = _own_tokenizer(run, config, tell)
             generation = generation_config(checkpoint)
             if tokenizer is not None:
                 _write_tokenizer(tokenizer, config.data, writing, tell)
-                _write_chat_template(run, config, tokenizer, writing, tell)
+                _write_chat_template(checkpoint, config, tokenizer, writing, tell)
                 generation = _with_every_end(generation, checkpoint, config, tokenizer, tell)
             if _is_for_peft(config.spec) and not merged:
                 if tokenizer is not None:
@@ -241,13 +249,16 @@ def _base(checkpoint: Path, config: RunConfig) -> str:
     return str(origin.base)
 
 
-def _own_tokenizer(data: DataConfig, tell: Callable[[str], None]) -> Tokenizer | None:
-    """Return the run's tokenizer; None if it has none that can be read."""
+def _own_tokenizer(run: RunDirectory, config: RunConfig, tell: Callable[[str], None]) -> Tokenizer | None:
+    """Return the run's tokenizer; None if it has none that can be read, or that has changed since."""
+    data = config.data
     if data.source == DATALOADER:
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return None
     try:
-        return load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+        tokenizer = model_tokenizer(data, config.spec)
+        refuse_other_digest(run, "tokenizer", tokenizer.name, tokenizer.fingerprint)
+        return tokenizer
     except DataError as error:
         tell(f"no tokenizer: {error}")
         return None
@@ -363,7 +374,7 @@ def _write_ends_beside_base(
 
 
 def _write_chat_template(
-    run: RunDirectory, config: RunConfig, tokenizer: Tokenizer, folder: Path, tell: Callable[[str], None]
+    checkpoint: Path, config: RunConfig, tokenizer: Tokenizer, folder: Path, tell: Callable[[str], None]
 ) -> None:
     """Give the tokenizer in ``folder`` the template of the run's conversations, if it comes with none or another.
 
@@ -371,9 +382,9 @@ def _write_chat_template(
     """
     if not _has_tokenizer(folder):
         return
-    if not run.data.exists() or read_json(run.data).get("chat_template") is None:  # it was trained on none
+    if not trains_on_conversations(checkpoint):
         return
-    template = chat_format(config.data, tokenizer, config.spec, files=()).template
+    template = learnt_template(checkpoint, config, tokenizer)
     if tokenizer.chat_template is None or tokenizer.chat_template.template != template.source:
         (folder / CHAT_TEMPLATE).write_text(template.source)
         if others := _other_templates(folder):

@@ -13,6 +13,7 @@ from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
+from llama_core.data.statistics import refuse_other_digest
 from llama_core.data.tokenizer import Tokenizer, decode_stream, model_tokenizer
 from llama_core.errors import (
     ConfigError,
@@ -35,6 +36,7 @@ from llama_core.models.pretrained import (
 from llama_core.planning.evaluation import weight_bytes
 from llama_core.planning.evaluation_plan import dividing
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import place_of
 from llama_core.records.directory import RunDirectory
 from llama_core.units import divisors, format_bytes
 
@@ -210,7 +212,11 @@ def own_tokenizer(weights: Path, config: RunConfig, asked: str | None) -> Tokeni
         DataError: if there is none, or it does not fit the model.
     """
     named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, asked)})
-    return model_tokenizer(named, config.spec)
+    tokenizer = model_tokenizer(named, config.spec)
+    if asked is None and is_checkpoint(weights):
+        run = RunDirectory(place_of(weights.absolute()))
+        refuse_other_digest(run, "tokenizer", tokenizer.name, tokenizer.fingerprint)
+    return tokenizer
 
 
 def check_text(text: str, what: str) -> None:

@@ -27,7 +27,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
-from llama_core.data.statistics import DataStatistics
+from llama_core.data.statistics import DataStatistics, write_statistics
 from llama_core.data.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
 from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
@@ -153,7 +153,7 @@ def _write(
     if planned.choice is not None:
         write_json(run.choice, planned.choice.as_dict())
     if statistics is not None:
-        write_json(run.data, statistics.as_dict())
+        write_statistics(run, statistics, planned.config.data)
 
 
 def _is_extended(run: RunDirectory, training: TrainingConfig) -> bool:

@@ -154,6 +154,11 @@ class ChatTemplate:
         if source.with_tools is not None:
             self._tool_renderer = kind(source.with_tools, self._variables, today)
 
+    @property
+    def digest(self) -> str:
+        """Digest of its text."""
+        return hashlib.sha256(json.dumps(self._sources).encode()).hexdigest()
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest that two templates share only if they render the same text."""

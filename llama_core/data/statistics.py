@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import UNNAMED, DataConfig
@@ -15,8 +15,10 @@ from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedConversations, PackedDataset
 from llama_core.data.tokenising import TokenisedSource
 from llama_core.data.tokenizer import BYTES, Tokenizer
-from llama_core.errors import RunDirectoryError
-from llama_core.records.files import read_typed, write_json
+from llama_core.errors import DataError, RunDirectoryError
+from llama_core.records.checkpoints import newest_step
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_json, read_typed, write_json
 
 DOCUMENTS = "documents"
 _MOST_COUNTED_TOKENS = 2**33
@@ -92,6 +94,10 @@ class DataStatistics:
     """What each text begins and ends with; empty if all documents are conversations."""
     unit: str = DOCUMENTS
     """What a row holds whole, as many as fit: conversations, pairs or labelled answers; documents are cut instead."""
+    tokenizer_digest: str = ""
+    """``Tokenizer.fingerprint``: the files of a tokenizer may be replaced behind a run's back."""
+    template_digest: str | None = None
+    """``ChatTemplate.digest`` of ``chat_template``, if that is a file's."""
 
     def summary(self) -> str:
         """Return the data in one line."""
@@ -176,7 +182,44 @@ def data_statistics(
         stages=tuple(map(str, mixture.stages)),
         frame=about_frame(data, chat) if num_documents > conversations.num_conversations else "",
         unit=units.pop() if len(units) == 1 else DOCUMENTS,
+        tokenizer_digest=tokenizer.fingerprint,
+        template_digest=chat.template.digest if with_conversations and not chat.template.is_built_in else None,
     )
+
+
+def write_statistics(run: RunDirectory, statistics: DataStatistics, data: DataConfig) -> None:
+    """Write the statistics of a run's data.
+
+    Raises:
+        DataError: if the run has a checkpoint, and has trained with another tokenizer or template than it has now. Its
+            tokens may be the same all the same.
+    """
+    if newest_step(run):
+        refuse_other_digest(run, "tokenizer", data.tokenizer, statistics.tokenizer_digest)
+        if statistics.template_digest is not None:
+            refuse_other_digest(run, "template", str(statistics.chat_template), statistics.template_digest)
+    write_json(run.data, statistics.as_dict())
+
+
+def refuse_other_digest(run: RunDirectory, what: Literal["tokenizer", "template"], name: str, digest: str) -> None:
+    """Refuse a tokenizer or a chat template that is not the one with which a run has begun.
+
+    Args:
+        run: the run; one without a record of it accepts anything.
+        what: which of them.
+        name: its name.
+        digest: as ``DataStatistics`` has it.
+
+    Raises:
+        DataError: if its files have changed.
+        RunDirectoryError: if the record is damaged.
+    """
+    recorded = read_json(run.data).get(f"{what}_digest") if run.data.exists() else None
+    if recorded and recorded != digest:
+        raise DataError(
+            f"{what} {name!r} is not the one that {run.path} has trained with: its files have changed since; restore "
+            f"them{', or name a tokenizer with --tokenizer' if what == 'tokenizer' else ''}"
+        )
 
 
 def _conversations(sources: Mapping[str, TokenisedSource]) -> ConversationCounts:

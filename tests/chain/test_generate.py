@@ -5,6 +5,7 @@ import pickle
 import re
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ from llama_core.chain.conversation import Conversation
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import TextModel, choose_device
 from llama_core.chain.prepare import other_tokenizer, prepare_run
+from llama_core.chain.runs import load_config
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
+from llama_core.data.chat import chat_format
 from llama_core.data.chat_template import LLAMA3, MARKERS
+from llama_core.data.datasets import load_datasets
+from llama_core.data.statistics import write_statistics
+from llama_core.data.tokenizer import load_tokenizer, model_tokenizer
 from llama_core.errors import (
     CheckpointError,
     ConfigError,
@@ -382,6 +388,69 @@ def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, ex
     assert [f"data.tokenizer=bytes is not the tokenizer that {base} has learnt with: 2" in line for line in told] == [
         True
     ] * (named == "bytes")
+
+
+@pytest.fixture
+def with_files(tmp_path):
+    """A run on conversations with a tokenizer and a template in files, and a record of both."""
+    folder = special_folder(tmp_path / "tokenizer", CHATML_TURNS)
+    (tmp_path / "template.jinja").write_text(CHATML_TURNS)
+    files = {"tokenizer": str(folder), "chat_template": str(tmp_path / "template.jinja")}
+    run = save_run(tmp_path / "run", {"data": files}, always(ord("#")))
+    config = load_config(run)
+    tokenizer = load_tokenizer(str(folder))
+    digests = {
+        "tokenizer_digest": model_tokenizer(config.data, config.spec).fingerprint,
+        "template_digest": chat_format(config.data, tokenizer, config.spec, files=()).template.digest,
+    }
+    write_json(run.data, {"chat_template": "template.jinja", **digests})
+    return run
+
+
+def test_a_tokenizer_that_was_replaced_behind_a_run_is_not_taken_for_its_own(with_files, tmp_path):
+    run = with_files
+    text(run.path)
+    folder = tmp_path / "tokenizer"
+    other = special_folder(tmp_path / "other", CHATML_TURNS)
+    described = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]  # as many tokens, and all of them known
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    changed = rf"tokenizer '{folder}' is not the one that {run.path} has trained with: its files have changed since"
+    with pytest.raises(DataError, match=changed):
+        text(run.path)
+    text(run.path, tokenizer=str(folder))  # on purpose
+    told = []
+    exported = export_run(run, tmp_path / "exported", tell=told.append)
+    assert any(re.search(f"no tokenizer: {changed}", line) for line in told)
+    assert not (exported / "tokenizer.json").exists()
+
+
+def test_a_template_that_was_replaced_behind_a_run_is_not_taken_for_its_own(with_files, tmp_path):
+    run = with_files
+    text(run.path, chat=True)
+    file = tmp_path / "template.jinja"
+    file.write_text(f"{CHATML_TURNS} ")
+    changed = rf"template '{file}' is not the one that {run.path} has trained with"
+    with pytest.raises(DataError, match=changed):
+        text(run.path, chat=True)
+    with pytest.raises(DataError, match=changed):
+        export_run(run, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_run_does_not_go_on_with_another_tokenizer_though_its_tokens_are_the_same(with_files, tmp_path):
+    run = with_files
+    kept = run.data.read_text()
+    config = load_config(run)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "to be or not to be"}) + "\n")
+    data = config.data.model_copy(update={"source": str(tmp_path / "a.jsonl"), "validation_fraction": 0.0})
+    statistics = load_datasets(data, config.spec, seq_len=8).statistics
+    write_statistics(run, statistics, data)
+    assert json.loads(run.data.read_text())["tokenizer_digest"] == json.loads(kept)["tokenizer_digest"]
+    with pytest.raises(DataError, match=r"is not the one that .* has trained with: its files have changed since"):
+        write_statistics(run, replace(statistics, tokenizer_digest="other"), data)
+    assert json.loads(run.data.read_text())["tokenizer_digest"] == statistics.tokenizer_digest
 
 
 def test_an_export_holds_no_private_file_that_a_run_calls_its_template(tmp_path):

@@ -11,7 +11,7 @@ from synthetic_run import FAILED, write_run
 
 from llama_core.chain.export import _own_tokenizer, _write_tokenizer
 from llama_core.chain.prepare import prepare_run
-from llama_core.config.run import DataConfig, RunConfig
+from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.jobs.submission import submit
 from llama_core.launch.logs import LogFollower
@@ -170,10 +170,10 @@ def exported(folder, out):
     """Return the files of an export's tokenizer, and what it says."""
     out.mkdir()
     told = []
-    data = DataConfig(tokenizer=str(folder))
-    tokenizer = _own_tokenizer(data, told.append)
+    config = RunConfig.from_mapping({"data": {"tokenizer": str(folder)}})
+    tokenizer = _own_tokenizer(RunDirectory(out), config, told.append)
     if tokenizer is not None:
-        _write_tokenizer(tokenizer, data, out, told.append)
+        _write_tokenizer(tokenizer, config.data, out, told.append)
     return {path.name: path.read_text() for path in out.iterdir()}, " ".join(told)
 
 

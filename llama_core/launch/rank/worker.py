@@ -60,6 +60,7 @@ with importing_torch():
     import torch.distributed as dist
 
     from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
+    from llama_core.data.statistics import write_statistics
     from llama_core.launch.rank.checks import (
         allow_open_files,
         check_data_agrees,
@@ -263,7 +264,7 @@ def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool
         )
     check_data_agrees(datasets)
     if is_first_rank():
-        write_json(run.data, datasets.statistics.as_dict())
+        write_statistics(run, datasets.statistics, config.data)
         logger.info("data: %s", "; ".join((datasets.statistics.summary(), *datasets.statistics.notes)))
     share: dict[str, int] = {"rank": plan.dp_rank(own_rank()), "world_size": plan.dp}
     validation = {
