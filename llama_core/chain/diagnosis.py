@@ -298,6 +298,7 @@ def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
         run.length,
         run.hub,
         run.samples,
+        run.base,
     )
     readers: dict[Path, Callable[[], object]] = {path: partial(read_typed, path, kind) for path, kind in typed.items()}
     readers |= {path: partial(read_json, path) for path in others}

@@ -27,16 +27,16 @@ from llama_core.data.tokenizer import (
     Tokenizer,
     difference,
     load_tokenizer,
-    model_tokenizer,
     tokenizer_file,
 )
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.imports import importing_torch
+from llama_core.models.bases import refuse_unfit_base
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
-from llama_core.models.pretrained import check_pretrained, origin_of, refuse_damaged_base, refuse_own_head, saved_run
+from llama_core.models.pretrained import check_pretrained, origin_of, refuse_own_head, saved_run
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import open_file, own_file, read_file, user_path
 
@@ -172,7 +172,7 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
         config_json(spec)
     if spec.lora is not None and (merged or not _is_for_peft(spec) or spec.lora.take_principal_part):
         check_pretrained(spec, checkpoint)
-        refuse_damaged_base(checkpoint)
+        refuse_unfit_base(checkpoint)
         refuse_own_head(spec, checkpoint)
     refuse_files_in(out)
 
@@ -256,7 +256,9 @@ def _own_tokenizer(run: RunDirectory, config: RunConfig, tell: Callable[[str], N
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return None
     try:
-        tokenizer = model_tokenizer(data, config.spec)
+        tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer.fit(config.spec.vocab_size)
         refuse_other_digest(run, "tokenizer", tokenizer.name, tokenizer.fingerprint)
         return tokenizer
     except DataError as error:

@@ -25,12 +25,12 @@ from llama_core.errors import (
 )
 from llama_core.imports import importing_torch
 from llama_core.machine.detect import detect_machine
+from llama_core.models.bases import refuse_unfit_base
 from llama_core.models.pretrained import (
     has_own_head,
     is_checkpoint,
     origin_of,
     refuse_damaged,
-    refuse_damaged_base,
     saved_run,
 )
 from llama_core.planning.evaluation import weight_bytes
@@ -168,7 +168,7 @@ def find_model(source: Path, step: int | Best | None, tell: Callable[[str], None
         raise RunDirectoryError(f"{source} is no run's directory, so it has no step {step}; drop --step")
     elif is_checkpoint(source):
         refuse_damaged(source)
-    refuse_damaged_base(source)
+    refuse_unfit_base(source)
     if is_checkpoint(source):
         return source, saved_run(source)
     origin = origin_of(source)

@@ -32,9 +32,11 @@ from llama_core.data.tokenizer import Tokenizer, difference, load_tokenizer, num
 from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
+from llama_core.models.bases import record_base, refuse_other_base, refuse_other_base_of
 from llama_core.models.generation_config import generation_config, with_ends
 from llama_core.models.pretrained import (
     check_pretrained,
+    origin_of,
     refuse_own_head,
     resolve_intact,
     resolve_pretrained,
@@ -150,6 +152,7 @@ def _write(
     write_json(run.plan, planned.plan.as_dict())
     write_json(run.estimate, planned.estimate.as_dict())
     _keep_generation_config(run, planned.config)
+    record_base(run, planned.config)
     if planned.choice is not None:
         write_json(run.choice, planned.choice.as_dict())
     if statistics is not None:
@@ -226,6 +229,9 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
     generation_config(source)  # the run keeps it
     notes = check_pretrained(config.spec, source)
     refuse_own_head(config.spec, source)
+    refuse_other_base_of(source)
+    if run is not None and newest_step(run):
+        refuse_other_base(run, origin_of(source))
     return notes
 
 

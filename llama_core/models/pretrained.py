@@ -82,13 +82,6 @@ def refuse_damaged(checkpoint: Path) -> None:
         raise CheckpointError(f"{checkpoint} is damaged ({problem}); choose another checkpoint of its run")
 
 
-def refuse_damaged_base(source: Path) -> None:
-    """Do the same with the checkpoint below ``source``, if that holds adapters over one."""
-    for checkpoint in checkpoints_behind(source):
-        if checkpoint != source:
-            refuse_damaged(checkpoint)
-
-
 def origin_of(source: Path, above: tuple[Path, ...] = ()) -> Origin:
     """Return where the weights behind ``source`` are; adapters are stored apart from their base.
 

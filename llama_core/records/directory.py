@@ -193,6 +193,11 @@ class RunDirectory:
         return self.logs / "tmp" / host
 
     @property
+    def base(self) -> Path:
+        """The ``BaseRecord`` of the weights over which the run trains adapters; missing if it trains none."""
+        return self.path / "base.json"
+
+    @property
     def rollbacks(self) -> Path:
         """The ``Rollback`` records of the run; missing if there were none."""
         return self.path / "rollbacks.json"

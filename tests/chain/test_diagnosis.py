@@ -298,6 +298,7 @@ def test_metrics_that_cannot_be_read_are_a_problem(run):
     [
         *("plan", "choice", "estimate", "environment", "dry_run", "data", "training", "benchmark", "hub", "samples"),
         *("rollbacks", "data_changes", "settings_changes", "reference", "length", "checkpoint_interval"),
+        "base",
     ],
 )
 def test_a_record_that_cannot_be_read_is_a_problem_that_names_it(run, name):

@@ -38,6 +38,7 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
+from llama_core.launch.rank.checks import check_settings
 from llama_core.machine.detect import Machine
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import write_manifest
@@ -388,6 +389,50 @@ def test_another_tokenizer_than_that_of_the_initial_weights_is_told(tmp_path, ex
     assert [f"data.tokenizer=bytes is not the tokenizer that {base} has learnt with: 2" in line for line in told] == [
         True
     ] * (named == "bytes")
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_a_base_that_was_replaced_behind_a_run_is_not_taken_for_its_own(run, exported, tmp_path, kind):
+    """By other weights of the same model: nothing else would tell."""
+    if kind == "folder":
+        base = Path(shutil.copytree(exported, tmp_path / "base"))
+    else:
+        base = Path(shutil.copytree(run.path, tmp_path / "below")) / "checkpoints" / "step-00000001"
+    given = {"strategy": "lora", "training": {"init_from": str(base), "batch_size": 1, "seq_len": 32, "steps": 2}}
+    given |= {"launch": {"device": "cpu"}, "data": {"tokenizer": "bytes"}}
+    config = RunConfig.from_mapping(given)
+    adapters = prepare_run(config, tmp_path / "adapters")
+
+    def prepare(engine, step):
+        engine.set_weights(Pretrained(engine.model.spec, base).fill)
+        draw_adapters(engine.model)
+
+    save_checkpoints(adapters, load_config(adapters), prepare)
+    expected = text(adapters.path)
+    prepare_run(config, adapters.path, resume=True)
+    check_settings(adapters, load_config(adapters))
+    shutil.rmtree(base)
+    if kind == "folder":
+        weights = load_file(exported / "model.safetensors")
+        shutil.copytree(exported, base)
+        changed = {name: weight + 1e-3 if "layers.0.mlp.up" in name else weight for name, weight in weights.items()}
+        save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
+    else:
+        shutil.copytree(run.checkpoints / "step-00000002", base)
+    other = rf"{base} holds other weights than those over which {adapters.path} has trained its adapters"
+    following = RunConfig.from_mapping(given | {"training": given["training"] | {"init_from": str(adapters.path)}})
+    for refused in (
+        lambda: text(adapters.path),
+        lambda: export_run(adapters, tmp_path / "merged", merged=True),
+        lambda: prepare_run(config, adapters.path, resume=True),
+        lambda: prepare_run(following, tmp_path / "following"),
+        lambda: check_settings(adapters, load_config(adapters)),
+    ):
+        with pytest.raises((WeightsError, RunDirectoryError), match=other):
+            refused()
+    shutil.rmtree(base)
+    shutil.copytree(exported if kind == "folder" else run.checkpoints / "step-00000001", base)
+    assert text(adapters.path) == expected
 
 
 @pytest.fixture

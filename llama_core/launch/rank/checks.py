@@ -26,12 +26,14 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.recorded import changed_on_purpose, refuse_edited, trained_settings
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import Datasets
-from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError
+from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError, WeightsError
 from llama_core.launch.attempts import own_host
 from llama_core.machine.detect import detect_machine, device_label
 from llama_core.machine.hazards import fitting_build
 from llama_core.machine.toolchain import check_can_compile, missing_for_kernels
 from llama_core.machine.validate import FIRST_FOR_SEVERAL_NODES
+from llama_core.models.bases import refuse_other_base
+from llama_core.models.pretrained import origin_of
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, splits_without_gloo
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.data_changes import read_data_changes
@@ -215,9 +217,9 @@ def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
 
 
 def check_settings(run: RunDirectory, config: RunConfig) -> None:
-    """Refuse to go on with other settings than the newest checkpoint was trained with; all ranks call it together.
+    """Refuse to go on with other settings or another base than so far; all ranks call it together.
 
-    Somebody may have edited them since the job was submitted, or since the attempt before this one.
+    Somebody may have edited or replaced them since the job was submitted, or since the attempt before this one.
 
     Raises:
         RunDirectoryError: on every rank, naming what differs.
@@ -228,7 +230,9 @@ def check_settings(run: RunDirectory, config: RunConfig) -> None:
             may_change_data = bool(read_data_changes(run).may_follow)
             may_change = changed_on_purpose((), config, read_settings_changes(run))
             refuse_edited(run, config, trained_settings(run), may_change=may_change, may_change_data=may_change_data)
-        except RunDirectoryError as error:
+            if config.training.init_from is not None and run.base.exists():
+                refuse_other_base(run, origin_of(Path(config.training.init_from)))
+        except (RunDirectoryError, WeightsError) as error:
             problem = str(error)
     if problem := from_first_rank(problem):
         raise RunDirectoryError(problem)

@@ -1,0 +1,109 @@
+"""The base of adapters, which is in no checkpoint of a run: it may be damaged, or replaced behind the run's back."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from llama_core.config.run import RunConfig
+from llama_core.errors import WeightsError
+from llama_core.models.pretrained import Origin, checkpoints_behind, is_checkpoint, origin_of, refuse_damaged
+from llama_core.models.weight_files import read_tensors
+from llama_core.records.checkpoints import MANIFEST, STATE, newest_step, place_of
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import read_file, read_typed, write_json
+
+_SAMPLE_BYTES = 4096
+"""Bytes of each tensor that are compared: other weights differ in nearly all of theirs."""
+
+
+@dataclass(frozen=True)
+class BaseRecord:
+    """The weights over which a run trains adapters."""
+
+    path: str
+    digest: str
+    """By ``base_digest``."""
+
+
+def base_digest(base: Path) -> str:
+    """Return a digest of the weights of a base: of a checkpoint's checksums, or of some bytes of each of its tensors.
+
+    Args:
+        base: a checkpoint, or a Hugging Face folder.
+
+    Raises:
+        WeightsError: if the folder holds no model.
+        OSError: if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    if is_checkpoint(base):
+        described = base / MANIFEST
+        digest.update(read_file(described if described.exists() else base / STATE))
+        return digest.hexdigest()
+    for name, stored in sorted(read_tensors(base).items()):
+        drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+        with stored.file.open("rb") as file:
+            file.seek(stored.start + drawn % max(1, math.prod(stored.shape) - _SAMPLE_BYTES))
+            sample = file.read(_SAMPLE_BYTES)
+        digest.update(f"{name} {stored.dtype} {stored.shape} ".encode() + sample)
+    return digest.hexdigest()
+
+
+def record_base(run: RunDirectory, config: RunConfig) -> None:
+    """Record the base of a run that trains adapters, unless it has a checkpoint already.
+
+    Raises:
+        WeightsError: if there is no such base.
+    """
+    init_from = config.training.init_from
+    if config.spec.lora is None or init_from is None or newest_step(run):
+        return
+    if (base := origin_of(Path(init_from)).base) is not None:
+        write_json(run.base, BaseRecord(str(base), base_digest(base)))
+
+
+def refuse_other_base(run: RunDirectory, origin: Origin) -> None:
+    """Refuse a base that is not the one over which a run has trained its adapters.
+
+    Args:
+        run: the run; one without a record of its base accepts any.
+        origin: where its weights come from.
+
+    Raises:
+        WeightsError: if the weights are others.
+        RunDirectoryError: if the record is damaged.
+    """
+    if origin.base is None or not run.base.exists():
+        return
+    try:
+        digest = base_digest(origin.base)
+    except OSError as error:
+        raise WeightsError(f"cannot read the base {origin.base}: {error.strerror or error}") from None
+    if digest != read_typed(run.base, BaseRecord, run.path).digest:
+        raise WeightsError(
+            f"{origin.base} holds other weights than those over which {run.path} has trained its adapters; restore them"
+        )
+
+
+def refuse_unfit_base(source: Path) -> None:
+    """Refuse the base of the adapters in ``source``, if it is a damaged checkpoint, or not that of their run.
+
+    Args:
+        source: a checkpoint or a folder; one without adapters has no base.
+
+    Raises:
+        CheckpointError: if the base is damaged. Every byte of a checkpoint is compared.
+        WeightsError: if it is another one.
+    """
+    for checkpoint in checkpoints_behind(source):
+        if checkpoint != source:
+            refuse_damaged(checkpoint)
+    refuse_other_base_of(source)
+
+
+def refuse_other_base_of(source: Path) -> None:
+    """Do the second part: refuse another base than that of the run whose checkpoint of adapters ``source`` is."""
+    origin = origin_of(source)
+    if origin.adapters is not None and is_checkpoint(origin.adapters):
+        refuse_other_base(RunDirectory(place_of(origin.adapters.absolute())), origin)
