@@ -91,6 +91,7 @@ def plain_tasks(folder: Path) -> list[Values]:
         ConfigError: if a file cannot be read, is a link or not YAML, includes one outside ``folder``, or has a setting
             that may execute code.
     """
+    folder = folder.resolve()  # of a relative one, any other would seem to be inside
     reader = _Reader(folder, allow_code=False)
     flattened = {file: reader.flattened(file) for file in _task_files(folder)}
     tasks = {file: values for file, values in flattened.items() if values.keys() & {"task", "group", "class"}}

@@ -140,6 +140,18 @@ def test_a_file_outside_the_folder_is_not_included(tmp_path, name):
     assert check_task_folder(folder, allow_code=True) == folder
 
 
+@pytest.mark.parametrize("folder", [".", "../tasks", "link"])
+def test_inside_is_inside_however_the_folder_is_named(tmp_path, monkeypatch, folder):
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "outside").write_text("repeats: 2")
+    (tmp_path / "tasks" / "shared").write_text("repeats: 2")
+    (tmp_path / "tasks" / "link").symlink_to(tmp_path / "tasks")
+    monkeypatch.chdir(folder_of(tmp_path / "tasks", mine=f"include: shared\n{PLAIN}"))
+    check_task_folder(folder, allow_code=False)
+    folder_of(tmp_path / "tasks", mine=f"include: ../outside\n{PLAIN}")
+    assert "mine.yaml includes ../outside, which is outside" in refusal(folder)
+
+
 def test_links_are_refused_since_what_they_include_is_elsewhere_for_the_harness(tmp_path):
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret" / "one.yaml").write_text("include: two\ntask: one")
