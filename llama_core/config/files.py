@@ -1,6 +1,5 @@
 """Configurations as YAML files: which may be read, and what must be in them."""
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ def read_yaml(path: Path, kind: str, below: Path | None = None) -> YamlFile:
     try:
         with open_file(path, below) as file:
             text = contents_of(file, MOST_BYTES_OF_YAML).decode()
-            of_others = who_else_may_write(os.fstat(file.fileno()))
+            of_others = who_else_may_write(file.fileno())
         if below is None:  # a run is somebody's as a whole
             of_others = of_others or who_else_may_replace(path)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no name of a file

@@ -90,14 +90,19 @@ def is_private(path: Path) -> bool:
         return True
     if found.st_uid not in {os.getuid(), 0}:
         return False
-    return not _others_may_write(found) or bool(found.st_mode & stat.S_ISVTX)
+    return not _others_may_write(path, found) or bool(found.st_mode & stat.S_ISVTX)
 
 
-def who_else_may_write(found: os.stat_result) -> str:
-    """Return which other user may write a file, as a clause after its path; empty if only the administrator may."""
+def who_else_may_write(file: int | Path) -> str:
+    """Return which other user may write a file, as a clause after its path; empty if only the administrator may.
+
+    Args:
+        file: its descriptor, or the path of a file or a folder; a link is looked at itself.
+    """
+    found = os.fstat(file) if isinstance(file, int) else file.lstat()
     if found.st_uid not in {os.getuid(), 0}:
         return f"belongs to {account_name(found.st_uid)}"
-    return "can be written by other users" if _others_may_write(found) else ""
+    return "can be written by other users" if _others_may_write(file, found) else ""
 
 
 def who_else_may_replace(path: Path) -> str:
@@ -107,15 +112,12 @@ def who_else_may_replace(path: Path) -> str:
     """
     absolute = path.absolute()
     for place in (absolute, *absolute.parents, *absolute.resolve().parents):
-        try:
-            found = place.lstat()
-        except FileNotFoundError:
-            continue
+        found = place.lstat()
         if place == absolute and not stat.S_ISLNK(found.st_mode):
             continue
-        others = who_else_may_write(found)
+        others = who_else_may_write(place)
         may_remove_only_theirs = found.st_mode & stat.S_ISVTX or stat.S_ISLNK(found.st_mode)  # a link has no mode
-        if found.st_uid not in {os.getuid(), 0} or (others and not may_remove_only_theirs):
+        if others and (found.st_uid not in {os.getuid(), 0} or not may_remove_only_theirs):
             return f"is reached through {place}, which {others}"
     return ""
 
@@ -128,13 +130,13 @@ def own_folder(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = folder.stat()
-    if found.st_uid in {os.getuid(), 0} and not _others_may_write(found):
+    if found.st_uid in {os.getuid(), 0} and not _others_may_write(folder, found):
         return folder
     own = folder / f"user-{os.getuid()}"
     with suppress(FileExistsError):
         own.mkdir(mode=0o700)
     found = own.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != _own_id_in(folder) or _others_may_write(found):
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != _own_id_in(folder) or _others_may_write(own, found):
         raise OSError(errno.EPERM, f"{own} is not ours alone", str(own))
     return own
 
@@ -145,9 +147,20 @@ def _own_id_in(folder: Path) -> int:
         return Path(made).stat().st_uid
 
 
-def _others_may_write(found: os.stat_result) -> bool:
-    group = found.st_mode & stat.S_IWGRP and not _is_group_of_one(found.st_gid)
-    return bool(found.st_mode & stat.S_IWOTH or group)
+def _others_may_write(file: int | Path, found: os.stat_result) -> bool:
+    if found.st_mode & stat.S_IWOTH:
+        return True
+    if not found.st_mode & stat.S_IWGRP:
+        return False
+    return not _is_group_of_one(found.st_gid) or _has_access_list(file)
+
+
+def _has_access_list(file: int | Path) -> bool:
+    """Return whether a file has a list of users and groups, for whom the group's bits are then the bound."""
+    try:
+        return "system.posix_acl_access" in os.listxattr(file)
+    except OSError:  # a file system without lists
+        return False
 
 
 def _is_group_of_one(group: int) -> bool:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +38,8 @@ NUM_RESAMPLES = 100
 """Draws of the bootstrap, which gives the standard error of a metric that is no mean; a mean's is computed exactly."""
 CODE = "which would be executed; read it, and allow it with --allow-task-code"
 """The end of every refusal to execute something from outside."""
+_PLAIN = (str, bytes, int, float, list, tuple, dict, set, date)
+"""Types of the values that documents hold."""
 PROGRAMS = "evaluate"
 """The package that fetches metrics from the Hub, and executes them."""
 
@@ -353,8 +356,19 @@ def quiet(*, allow_code: bool) -> Iterator[None]:
             os.environ["DISABLE_MULTIPROC"] = before
 
 
+class _Sandbox(SandboxedEnvironment):
+    """Lets templates use the attributes of plain values alone.
+
+    Documents of some data sets are objects: a template could have an image save itself, anywhere.
+    """
+
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
+        is_plain = obj is None or isinstance(obj, _PLAIN) or type(obj).__module__.startswith("jinja2.")
+        return is_plain and super().is_safe_attribute(obj, attr, value)
+
+
 def _sandbox(filters: Mapping[str, Any]) -> SandboxedEnvironment:
-    sandbox = SandboxedEnvironment(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
+    sandbox = _Sandbox(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters["regex_replace"] = filters["regex_replace"]
     return sandbox
 

@@ -16,7 +16,8 @@ from lm_eval.api.task import ConfigurableTask, Task
 INSTALLED = Path(lm_eval.tasks.__file__).resolve().parent
 """The folder of the harness's own tasks."""
 _PACKAGE = lm_eval.tasks.__name__
-_CALLS = {"eval", "exec", "compile"}
+_CALLS = {"eval", "exec", "compile", "parse_expr", "sympify"}
+"""Functions that execute a text; the last two are sympy's."""
 _MODULES = {"marshal", "pickle", "runpy", "subprocess"}
 _OF_SYSTEM = ("exec", "popen", "posix_spawn", "spawn", "startfile", "system")
 
@@ -65,7 +66,7 @@ def _modules(settings: object) -> Iterator[Path]:
 
 def _executes(node: ast.AST) -> bool:
     match node:
-        case ast.Call(func=ast.Name(id=name)):
+        case ast.Call(func=ast.Name(id=name)) | ast.Call(func=ast.Attribute(attr="parse_expr" | "sympify" as name)):
             return name in _CALLS
         case ast.Attribute(value=ast.Name(id="os"), attr=name):
             return name.startswith(_OF_SYSTEM)

@@ -1,6 +1,7 @@
 """A configuration that somebody else may have written submits no shell line and no option that runs a program."""
 
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,20 @@ def test_a_link_of_others_leads_to_no_file_of_ours(tmp_path):
     os.lchown(link, NOBODY, NOBODY)
     with pytest.raises(ConfigError, match=rf"run\.yaml is reached through {link}, which belongs to nobody"):
         RunConfig.load(link)
+
+
+ACL = ((1, 6, 2**32 - 1), (2, 6, NOBODY), (4, 4, 2**32 - 1), (16, 6, 2**32 - 1), (32, 4, 2**32 - 1))
+"""An access list: tag, permissions and user of the owner, of nobody, of the group, of the mask and of all others."""
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_an_access_list_that_lets_others_write_counts_like_the_bits(tmp_path, place):
+    path = written(tmp_path / "run.yaml", RUNS_CODE["setup"])
+    RunConfig.load(path)
+    content = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in ACL)
+    try:
+        os.setxattr(path if place == "file" else tmp_path, "system.posix_acl_access", content)
+    except OSError as error:
+        pytest.skip(f"no access lists here: {error.strerror}")
+    with pytest.raises(ConfigError, match=r"can be written by other users, and its launch\.slurm\.setup runs programs"):
+        RunConfig.load(path)

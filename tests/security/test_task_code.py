@@ -9,9 +9,11 @@ from pathlib import Path
 import evaluate
 import lm_eval.api.metrics
 import lm_eval.filters
+import lm_eval.utils
 import pytest
 import yaml
 from harness_folders import TASKS, make_tasks
+from jinja2.exceptions import SecurityError, UndefinedError
 from lm_eval.api.registry import filter_registry, metric_registry
 from lm_eval.config.task import FewshotConfig, TaskConfig
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -94,6 +96,7 @@ def test_a_task_that_the_harness_leaves_out_does_not_lend_its_name_to_an_install
     [
         ("longproc/countdown_0.5k.yaml", "lm_eval/tasks/longproc/metrics.py, line "),
         ("cruxeval/cruxeval_input.yaml", "lm_eval/tasks/cruxeval/utils.py, line "),
+        ("score/math/prompt_robustness_math_algebra.yaml", "lm_eval/tasks/score/math/math_grader.py, line "),
         ("gsm8k/gsm8k.yaml", ""),
         ("hellaswag/hellaswag.yaml", ""),
     ],
@@ -103,6 +106,35 @@ def test_installed_tasks_that_execute_text_are_known_by_their_code(file, line):
         found = executing_line(load_yaml(INSTALLED / file))
     assert found.startswith(line)
     assert bool(found) is bool(line)
+
+
+def test_a_document_that_is_an_object_is_told_to_do_nothing(tmp_path, mark):
+    """An image would save itself as any file, such as ``~/.bashrc``."""
+
+    class Picture:
+        size = 3
+
+        def save(self, path):
+            Path(path).touch()
+
+    with quiet(allow_code=False):
+        render = lm_eval.utils.apply_template
+        for template in (
+            f"{{{{ image.save('{mark}') }}}}",
+            f"{{{{ (image | attr('save'))('{mark}') }}}}",
+            "{{ [image] | map(attribute='save') | first | string }}",
+            "{{ '{0.size}'.format(image) }}",
+            "{{ image.__class__ }}",
+        ):
+            with pytest.raises((SecurityError, UndefinedError)):
+                render(template, {"image": Picture()})
+        assert not mark.exists()
+        plain = {"text": "a b", "answers": ["x"], "more": {"of": 1.5}, "nothing": None}
+        template = "{{ text.split(' ')[1] ~ answers.index('x') ~ more.of ~ more.get('no') ~ nothing }}"
+        assert render(template, plain) == "b01.5NoneNone"
+        assert (
+            render("{% set n = namespace(k=1) %}{% for a in answers %}{{ loop.index + n.k }}{% endfor %}", plain) == "2"
+        )
 
 
 def test_a_function_in_a_module_that_imports_one_that_executes_text_is_found(monkeypatch):
