@@ -36,8 +36,8 @@ def read_yaml(path: Path, kind: str, below: Path | None = None) -> YamlFile:
         with open_file(path, below) as file:
             text = contents_of(file, MOST_BYTES_OF_YAML).decode()
             of_others = who_else_may_write(file.fileno())
-        if below is None:  # a run is somebody's as a whole
-            of_others = of_others or who_else_may_replace(path)
+            if below is None:  # a run is somebody's as a whole
+                of_others = of_others or who_else_may_replace(path, file.fileno())
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no name of a file
         raise ConfigError(f"cannot read {kind} {str(path)!r}: {error}") from None
     keys = parse_yaml(text, str(path))

@@ -112,7 +112,7 @@ def _minutes(value: Any) -> Any:
 
 def commands_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that run programs as this user, of some by their dotted keys."""
-    return {key: value for key, value in settings.items() if value and _runs_programs(key)}
+    return {key: value for key, value in settings.items() if value not in (None, [], {}) and _runs_programs(key)}
 
 
 def refuse_commands_of_others(path: Path, settings: Mapping[str, Any], of_others: str) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, refuse_endless
 from llama_core.errors import ConfigError, did_you_mean
-from llama_core.records.files import read_file, user_path
+from llama_core.records.files import DAMAGE, read_file, user_path
 
 ALLOW = "--allow-task-code"
 METRICS = {
@@ -51,6 +51,8 @@ _PLAIN_OF_DATASET = {
 _OF_GROUP = {"aggregate_metric_list", "group", "group_alias", "metadata", "task"}
 _OF_ANY_MEMBER = {"group", "group_alias", "num_fewshot", "tag", "task", "task_alias"}
 """Keys that a group may set of any task, also of one whose functions are not known here."""
+_MOST_LETTERS = 200
+"""Most letters of a setting that a line repeats."""
 _IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
 _PLAIN_TAG = "tag:yaml.org,2002:"
 
@@ -112,6 +114,7 @@ def _task_files(folder: Path) -> list[Path]:
 def _refusal(file: Path, found: str) -> ConfigError:
     known = _PLAIN_OF_TASK | _CHECKED.keys()
     nearest = "" if re.split(r"[:.]", found)[0] in known else did_you_mean(found, known)
+    found = found if len(found) <= _MOST_LETTERS else f"{found[:_MOST_LETTERS]}..."
     return ConfigError(f"{file}: {found} may execute code; read the file, and allow it with {ALLOW}{nearest}")
 
 
@@ -153,9 +156,9 @@ class _Reader:
         return included
 
     def _values(self, file: Path) -> dict[str, Any]:
-        if not self._allow_code and file.is_symlink():
-            raise ConfigError(f"{file} is a link; copy the file itself, or read it and allow it with {ALLOW}")
         try:
+            if not self._allow_code and file.is_symlink():
+                raise ConfigError(f"{file} is a link; copy the file itself, or read it and allow it with {ALLOW}")
             content = read_file(file, None if self._allow_code else self._folder, MOST_BYTES_OF_YAML)
             loader = yaml.SafeLoader(content)
             loader.name = str(file)
@@ -175,7 +178,7 @@ class _Reader:
             raise
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}; remove it, or copy it again") from None
-        except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        except (yaml.YAMLError, *DAMAGE) as error:
             raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}; fix it or remove it") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{file} is no task: it holds no keys; fix it or remove it")
@@ -205,6 +208,8 @@ def _refuse_odd_names(file: Path, values: Values) -> None:
     names = (values.get("group", values.get("task")), *(tags if isinstance(tags, list) else [tags]))
     if odd := [name for name in names if not isinstance(name, str)]:
         raise ConfigError(f"{file} has {odd[0]!r} as a name or a tag, which is no text; put it in quotes")
+    if "group" in values and not isinstance(values.get("task"), list | str | None):
+        raise ConfigError(f"{file} has {values['task']!r} as the tasks of a group; list their names")
 
 
 def _own_tasks(files: Iterable[Values]) -> set[str]:

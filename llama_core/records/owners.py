@@ -54,6 +54,8 @@ def refuse_foreign(run: RunDirectory, what: str) -> None:
         )
 
 
+_MOST_LINKS = 40
+"""As many as the kernel follows."""
 _WITH_LINKS = ("logs/wandb", "logs/submitit/submission-*")
 
 
@@ -105,21 +107,47 @@ def who_else_may_write(file: int | Path) -> str:
     return "can be written by other users" if _others_may_write(file, found) else ""
 
 
-def who_else_may_replace(path: Path) -> str:
+def who_else_may_replace(path: Path, opened: int) -> str:
     """Return who else may put another file at a path, as a clause after it; empty if only the administrator may.
 
     That file would be theirs, or a link to one of this user's that they have made, such as a copy of an archive.
+
+    Args:
+        path: the path, in which each folder and each link is looked at.
+        opened: a descriptor of the file that was opened there.
     """
-    absolute = path.absolute()
-    for place in (absolute, *absolute.parents, *absolute.resolve().parents):
-        found = place.lstat()
-        if place == absolute and not stat.S_ISLNK(found.st_mode):
-            continue
-        others = who_else_may_write(place)
-        may_remove_only_theirs = found.st_mode & stat.S_ISVTX or stat.S_ISLNK(found.st_mode)  # a link has no mode
-        if others and (found.st_uid not in {os.getuid(), 0} or not may_remove_only_theirs):
+    left = list(reversed(path.absolute().parts[1:]))
+    place = Path("/")
+    num_links = 0
+    while left:
+        if others := _who_else_may_put_into(place):
             return f"is reached through {place}, which {others}"
+        name = left.pop()
+        if name == "..":
+            place = place.parent
+            continue
+        found = (place / name).lstat()
+        if not stat.S_ISLNK(found.st_mode):
+            place /= name
+            continue
+        if found.st_uid not in {os.getuid(), 0}:
+            return f"is reached through {place / name}, which belongs to {account_name(found.st_uid)}"
+        num_links += 1
+        if num_links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target = (place / name).readlink()
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+        place = Path("/") if target.is_absolute() else place
+    if not os.path.samestat(place.lstat(), os.fstat(opened)):
+        return "was replaced while it was read"
     return ""
+
+
+def _who_else_may_put_into(folder: Path) -> str:
+    """Return who else may replace files of a folder: in one such as ``/tmp``, everybody removes only their own."""
+    found = folder.lstat()
+    is_ours = found.st_uid in {os.getuid(), 0}
+    return "" if is_ours and found.st_mode & stat.S_ISVTX else who_else_may_write(folder)
 
 
 def own_folder(folder: Path) -> Path:

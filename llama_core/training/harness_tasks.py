@@ -33,6 +33,7 @@ from llama_core.errors import ConfigError, DataError, HubError, TrainingInfraErr
 from llama_core.records.evaluations import TaskScore
 from llama_core.training.harness import SEED, HarnessModel
 from llama_core.training.task_code import executes_text
+from llama_core.training.task_data import checked_data
 
 NUM_RESAMPLES = 100
 """Draws of the bootstrap, which gives the standard error of a metric that is no mean; a mean's is computed exactly."""
@@ -188,9 +189,17 @@ def _as_read(folder: Path | None, *, allow_code: bool) -> Iterator[Path | None]:
     tasks = plain_tasks(folder)
     with tempfile.TemporaryDirectory(prefix="tasks-") as private:
         for number, values in enumerate(tasks):
-            Path(private, f"{number:06}.yaml").write_text(yaml.safe_dump(dict(values), sort_keys=False))
+            Path(private, f"{number:06}.yaml").write_text(_as_yaml(folder, values))
         _refuse_unread(folder, Path(private), tasks)
         yield Path(private)
+
+
+def _as_yaml(folder: Path, values: Values) -> str:
+    try:
+        return yaml.safe_dump(dict(values), sort_keys=False)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits
+        name = values.get("group", values.get("task"))
+        raise ConfigError(f"{folder}: task {name!r} holds a value that cannot be written: {error}") from None
 
 
 def _refuse_unread(folder: Path, written: Path, tasks: Sequence[Values]) -> None:
@@ -213,14 +222,20 @@ def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:
     return TaskManager(include_path=None if folder is None else str(folder))
 
 
-def _is_whole(manager: TaskManager, name: object) -> bool:
-    """Return whether an index has a task, or a group and everything that it names; a tag may have other tasks too."""
+def _is_whole(manager: TaskManager, name: object, above: Sequence[object] = ()) -> bool:
+    """Return whether an index has a task, or a group and everything that it names; a tag may have other tasks too.
+
+    Raises:
+        ConfigError: if a group is in itself.
+    """
+    if name in above:
+        raise ConfigError(f"group {name!r} is in itself; leave it out there")
     if name in manager.all_subtasks:
         return True
     if name not in manager.all_groups:
         return False
     members = manager.task_index[name].cfg.get("task") or []
-    return all(isinstance(member, str) and _is_whole(manager, member) for member in members)
+    return all(isinstance(member, str) and _is_whole(manager, member, (*above, name)) for member in members)
 
 
 def _load(manager: TaskManager, name: str, allow_code: bool) -> dict[str, Any]:
@@ -285,6 +300,8 @@ def _place(trace: TracebackType) -> str:
 def _set_fewshot(task: Any, asked: int | None, tell: Callable[[str], None]) -> None:
     """Set the number of solved examples, as the harness's own command does."""
     by_default = task.get_config("num_fewshot")
+    if not isinstance(by_default, int | None):
+        raise ConfigError(f"task {task.config.task!r}: num_fewshot={by_default} is no whole number")
     if asked is None:
         if by_default is None:
             task.set_config(key="num_fewshot", value=0)
@@ -338,6 +355,7 @@ def quiet(*, allow_code: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            stack.enter_context(checked_data(allow_code=allow_code))
             if not allow_code:
                 lm_eval.utils.env = _sandbox(environment.filters)
                 stack.enter_context(_not_importable(PROGRAMS))

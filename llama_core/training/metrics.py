@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from llama_core.config.run import RunConfig
@@ -15,6 +16,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import NAMED_LOSS, StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
+from llama_core.records.owners import who_else_may_write
 from llama_core.records.settings_changes import first_values, read_settings_changes
 from llama_core.training.events import EventFile
 from llama_core.units import format_bytes
@@ -158,6 +160,7 @@ def open_wandb(run: RunDirectory, config: RunConfig, part: str = "") -> "wandb.R
             f"tracking.wandb={config.tracking.wandb} needs the wandb package; {how_to_install('wandb')}, "
             "or set tracking.wandb=off"
         ) from None
+    _refuse_settings_of_others(run)
     name = f"{run.name}-{part}" if part else run.name
     return wandb.init(
         project=config.tracking.wandb_project,
@@ -170,6 +173,23 @@ def open_wandb(run: RunDirectory, config: RunConfig, part: str = "") -> "wandb.R
         config=config.model_dump(),
         settings=wandb.Settings(console="off", silent=True),
     )
+
+
+def _refuse_settings_of_others(run: RunDirectory) -> None:
+    """Refuse settings that wandb would take from the current folder, or from the run: they say where the key is sent.
+
+    Raises:
+        EnvironmentMismatchError: naming the file.
+    """
+    for folder in (".wandb", "wandb"):
+        file = Path(folder, "settings").absolute()
+        if file.exists() and (others := who_else_may_write(file) or who_else_may_write(file.parent)):
+            raise EnvironmentMismatchError(
+                f"{file} {others}, and wandb would send your key where it says; start the run in another folder"
+            )
+        of_run = run.logs / folder / "settings"
+        if of_run.exists():  # nobody has made it on purpose
+            raise EnvironmentMismatchError(f"wandb would send your key where {of_run} says; read it, and remove it")
 
 
 def _as_begun(run: RunDirectory, config: RunConfig) -> RunConfig:

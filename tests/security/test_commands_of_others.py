@@ -190,3 +190,43 @@ def test_an_access_list_that_lets_others_write_counts_like_the_bits(tmp_path, pl
         pytest.skip(f"no access lists here: {error.strerror}")
     with pytest.raises(ConfigError, match=r"can be written by other users, and its launch\.slurm\.setup runs programs"):
         RunConfig.load(path)
+
+
+def test_a_link_that_is_gone_or_another_file_by_the_time_we_look_is_refused(tmp_path, monkeypatch):
+    """Somebody makes and removes it, again and again, in a folder such as ``/tmp``."""
+    tmp_path.chmod(0o1777)
+    unpacked = written(tmp_path / "unpacked.yaml", RUNS_CODE["setup"])
+    path = tmp_path / "run.yaml"
+    read = files.contents_of
+    for then in (lambda: None, lambda: written(path, RUNS_CODE["setup"])):
+        path.unlink(missing_ok=True)
+        path.symlink_to(unpacked)
+
+        def read_and_swap(*arguments, then=then):
+            path.unlink()
+            then()
+            return read(*arguments)
+
+        monkeypatch.setattr(files, "contents_of", read_and_swap)
+        with pytest.raises(ConfigError, match=r"No such file|was replaced while it was read, and its launch\.slurm"):
+            RunConfig.load(path)
+
+
+def test_links_behind_links_are_looked_at(tmp_path):
+    """Ours leads to theirs, and theirs to ours."""
+    unpacked = written(tmp_path / "unpacked.yaml", RUNS_CODE["setup"])
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "theirs.yaml").symlink_to(unpacked)
+    (tmp_path / "ours.yaml").symlink_to("shared/../shared/theirs.yaml")
+    RunConfig.load(tmp_path / "ours.yaml")
+    shared.chmod(0o1777)
+    os.lchown(shared / "theirs.yaml", NOBODY, NOBODY)
+    with pytest.raises(
+        ConfigError, match=r"ours\.yaml is reached through .*/shared/theirs\.yaml, which belongs to nobody"
+    ):
+        RunConfig.load(tmp_path / "ours.yaml")
+    (shared / "theirs.yaml").unlink()
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    with pytest.raises(ConfigError, match="cannot read configuration"):
+        RunConfig.load(tmp_path / "loop.yaml")

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 
+import datasets
 import evaluate
 import lm_eval.api.metrics
 import lm_eval.filters
@@ -23,6 +25,7 @@ from llama_core.errors import ConfigError
 from llama_core.training import harness_tasks
 from llama_core.training.harness_tasks import Tasks, quiet
 from llama_core.training.task_code import INSTALLED, executing_line
+from llama_core.training.task_data import checked_data
 
 
 @pytest.fixture(autouse=True)
@@ -182,3 +185,101 @@ def test_a_stranger_cannot_have_the_harness_read_a_file_into_its_errors(tmp_path
         Tasks(["toy_choice"], folder=folder)
     assert "very" not in str(refused.value)
     assert json.dumps(str(folder / "more.yaml"))[1:-1] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_fewshot": float("nan")}, "num_fewshot=nan is no whole number"),
+        ({"num_fewshot": float("-inf")}, "num_fewshot=-inf is no whole number"),
+        ({"metadata": {"version": 16**5000}}, "task 'toy_choice' holds a value that cannot be written"),
+    ],
+)
+def test_odd_numbers_are_one_line(tmp_path, values, message):
+    folder = make_tasks(tmp_path / "tasks")
+    choice = yaml.safe_load((folder / "toy_choice.yaml").read_text())
+    monstrous = {**choice, **values}
+    text = "".join(f"{key}: {_literal(value)}\n" for key, value in monstrous.items())
+    (folder / "toy_choice.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Tasks(["toy_choice"], folder=folder)
+
+
+def _literal(value):
+    """Return a value as YAML, also numbers of thousands of digits."""
+    if isinstance(value, dict) and "version" in value and isinstance(value["version"], int):
+        return f"{{version: {value['version']:#x}}}"
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def test_a_group_in_itself_is_one_line(tmp_path):
+    folder = make_tasks(tmp_path / "tasks")
+    (folder / "group.yaml").write_text("group: all\ntask: [toy_choice, other]")
+    (folder / "other.yaml").write_text("group: other\ntask: [all]")
+    with pytest.raises(ConfigError, match="group 'all' is in itself"):
+        Tasks(["all"], folder=folder)
+
+
+DOCUMENTS = {"question": ["a", "b"], "choices": [["x", "y"]] * 2, "answer": [0, 1]}
+PIXELS = {"bytes": b"%!PS-Adobe-3.0 EPSF-3.0", "path": None}
+
+
+def parquet_with(folder, **columns):
+    """Write documents with columns that are decoded, as the schema of a Parquet file says."""
+    folder.mkdir()
+    features = datasets.Features({"question": datasets.Value("string"), "answer": datasets.Value("int64")})
+    features |= {name: feature for name, (feature, _) in columns.items()}
+    values = {name: [value] * 2 for name, (_, value) in columns.items()}
+    known = {name: DOCUMENTS[name] for name in ("question", "answer")}
+    table = datasets.Dataset.from_dict(known | values, features=datasets.Features(features))
+    table.to_parquet(folder / "test.parquet")
+    return folder / "test.parquet"
+
+
+@pytest.mark.parametrize(
+    ("feature", "value"),
+    [
+        (datasets.Image(), PIXELS),
+        (datasets.List(datasets.Image()), [PIXELS]),
+        ({"inner": datasets.Image()}, {"inner": PIXELS}),
+    ],
+    ids=["image", "list", "dict"],
+)
+def test_data_that_libraries_would_decode_are_refused_before_they_do(tmp_path, monkeypatch, feature, value):
+    """Pillow starts Ghostscript for some images; nothing of a document is looked at."""
+    file = parquet_with(tmp_path / "data", more=(feature, value))
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda *_, **__: pytest.fail("it was decoded"))
+    data = {"dataset_path": "parquet", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test"}
+    texts = {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}"}
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "mine.yaml").write_text(yaml.safe_dump({"task": "mine", **data, **texts}))
+    with pytest.raises(ConfigError, match="'more' is Image, which the model cannot read and libraries would decode"):
+        Tasks(["mine"], folder=tmp_path / "tasks")
+
+
+def test_a_folder_here_does_not_take_the_place_of_a_data_set_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "allenai" / "sciq").mkdir(parents=True)
+    (tmp_path / "json").mkdir()  # the reader of that name comes first
+    for allow_code in (False, True):
+        with (
+            checked_data(allow_code=allow_code),
+            pytest.raises(ConfigError, match=r"the current folder holds allenai/sc"),
+        ):
+            datasets.load_dataset("allenai/sciq")
+    folder = make_tasks(tmp_path / "tasks")
+    assert Tasks(["toy_choice"], folder=folder).names == ("toy_choice",)
+
+
+@pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml", "dataset_infos.json"])
+@pytest.mark.parametrize("make", ["file", "pipe", "link"])
+def test_a_folder_of_data_that_has_other_files_read_is_refused(tmp_path, name, make):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    file = folder / name
+    {"file": file.touch, "pipe": lambda: os.mkfifo(file), "link": lambda: file.symlink_to("/nowhere")}[make]()
+    with (
+        checked_data(allow_code=False),
+        pytest.raises(ConfigError, match=f"{re.escape(name)} may have other files read"),
+    ):
+        datasets.load_dataset(str(folder))
