@@ -11,8 +11,7 @@ from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.models.pretrained import is_checkpoint
-from llama_core.records.checkpoints import place_of
-from llama_core.records.directory import RunDirectory
+from llama_core.records.checkpoints import run_of
 from llama_core.records.files import read_json
 
 Ends = frozenset[tuple[int, ...]]
@@ -48,8 +47,8 @@ def learnt_template(weights: Path, config: RunConfig, tokenizer: Tokenizer) -> C
         DataError: if it cannot be read, or is not the one that a checkpoint has learnt.
     """
     template = chat_format(config.data, tokenizer, config.spec, files=()).template
-    if trains_on_conversations(weights) and not template.is_built_in:
-        refuse_other_digest(RunDirectory(place_of(weights.absolute())), "template", template.name, template.digest)
+    if is_checkpoint(weights):
+        refuse_other_digest(run_of(weights), "template", template.name, template.digest)
     return template
 
 
@@ -57,7 +56,7 @@ def trains_on_conversations(weights: Path) -> bool:
     """Return whether weights are a checkpoint of a run on conversations."""
     if not is_checkpoint(weights):
         return False
-    data = RunDirectory(weights.absolute().parents[1]).data
+    data = run_of(weights).data
     return data.exists() and read_json(data).get("chat_template") is not None
 
 

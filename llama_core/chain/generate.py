@@ -36,7 +36,7 @@ from llama_core.models.pretrained import (
 from llama_core.planning.evaluation import weight_bytes
 from llama_core.planning.evaluation_plan import dividing
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import place_of
+from llama_core.records.checkpoints import run_of
 from llama_core.records.directory import RunDirectory
 from llama_core.units import divisors, format_bytes
 
@@ -214,8 +214,7 @@ def own_tokenizer(weights: Path, config: RunConfig, asked: str | None) -> Tokeni
     named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, asked)})
     tokenizer = model_tokenizer(named, config.spec)
     if asked is None and is_checkpoint(weights):
-        run = RunDirectory(place_of(weights.absolute()))
-        refuse_other_digest(run, "tokenizer", tokenizer.name, tokenizer.fingerprint)
+        refuse_other_digest(run_of(weights), "tokenizer", tokenizer.name, tokenizer.fingerprint)
     return tokenizer
 
 

@@ -8,7 +8,7 @@ from llama_core.chain.tasks import Asked, TaskEvaluation
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.models.pretrained import is_checkpoint
-from llama_core.records.checkpoints import checkpoint_step, place_of
+from llama_core.records.checkpoints import checkpoint_step, run_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import LOSS, Score, write_scores
 from llama_core.records.files import now, unwritable
@@ -128,7 +128,7 @@ class _Place:
         if not is_checkpoint(weights):
             return None
         checkpoint = weights.absolute()
-        run = RunDirectory(place_of(checkpoint))
+        run = run_of(checkpoint)
         return cls(run, checkpoint) if run.path != checkpoint and run.config.exists() else None
 
     def write(self, scores: Sequence[Score], tell: Tell | None) -> None:

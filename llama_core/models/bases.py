@@ -9,7 +9,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
 from llama_core.models.pretrained import Origin, checkpoints_behind, is_checkpoint, origin_of, refuse_damaged
 from llama_core.models.weight_files import read_tensors
-from llama_core.records.checkpoints import MANIFEST, STATE, newest_step, place_of
+from llama_core.records.checkpoints import MANIFEST, STATE, newest_step, run_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_file, read_typed, write_json
 
@@ -33,14 +33,19 @@ def base_digest(base: Path) -> str:
         base: a checkpoint, or a Hugging Face folder.
 
     Raises:
-        WeightsError: if the folder holds no model.
-        OSError: if a file cannot be read.
+        WeightsError: if the folder holds no model, or a file cannot be read.
     """
-    digest = hashlib.sha256()
+    try:
+        return _digest(base)
+    except OSError as error:
+        raise WeightsError(f"cannot read the base {base}: {error.strerror or error}") from None
+
+
+def _digest(base: Path) -> str:
     if is_checkpoint(base):
         described = base / MANIFEST
-        digest.update(read_file(described if described.exists() else base / STATE))
-        return digest.hexdigest()
+        return hashlib.sha256(read_file(described if described.exists() else base / STATE)).hexdigest()
+    digest = hashlib.sha256()
     for name, stored in sorted(read_tensors(base).items()):
         drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
         with stored.file.open("rb") as file:
@@ -54,7 +59,7 @@ def record_base(run: RunDirectory, config: RunConfig) -> None:
     """Record the base of a run that trains adapters, unless it has a checkpoint already.
 
     Raises:
-        WeightsError: if there is no such base.
+        WeightsError: if there is no such base, or it cannot be read.
     """
     init_from = config.training.init_from
     if config.spec.lora is None or init_from is None or newest_step(run):
@@ -71,16 +76,12 @@ def refuse_other_base(run: RunDirectory, origin: Origin) -> None:
         origin: where its weights come from.
 
     Raises:
-        WeightsError: if the weights are others.
+        WeightsError: if the weights are others, or cannot be read.
         RunDirectoryError: if the record is damaged.
     """
     if origin.base is None or not run.base.exists():
         return
-    try:
-        digest = base_digest(origin.base)
-    except OSError as error:
-        raise WeightsError(f"cannot read the base {origin.base}: {error.strerror or error}") from None
-    if digest != read_typed(run.base, BaseRecord, run.path).digest:
+    if base_digest(origin.base) != read_typed(run.base, BaseRecord, run.path).digest:
         raise WeightsError(
             f"{origin.base} holds other weights than those over which {run.path} has trained its adapters; restore them"
         )
@@ -106,4 +107,4 @@ def refuse_other_base_of(source: Path) -> None:
     """Do the second part: refuse another base than that of the run whose checkpoint of adapters ``source`` is."""
     origin = origin_of(source)
     if origin.adapters is not None and is_checkpoint(origin.adapters):
-        refuse_other_base(RunDirectory(place_of(origin.adapters.absolute())), origin)
+        refuse_other_base(run_of(origin.adapters), origin)

@@ -160,6 +160,11 @@ def place_of(path: Path) -> Path:
     return path.parent.parent if in_run else path
 
 
+def run_of(path: Path) -> RunDirectory:
+    """Return the run that the checkpoint in ``path`` is in; one that is in none is taken for its own."""
+    return RunDirectory(place_of(path.absolute()))
+
+
 def write_manifest(path: Path, sums: Mapping[str, FileSum]) -> None:
     """Write the manifest of the checkpoint in ``path``, once its other files are there.
 

@@ -208,9 +208,7 @@ def _refuse_unread(folder: Path, written: Path, tasks: Sequence[Values]) -> None
     for values in tasks:
         name = values.get("group", values.get("task"))
         if not isinstance(name, str) or name not in index:
-            raise ConfigError(
-                f"{folder}: the harness cannot read {name!r}; write it without aliases and odd characters"
-            )
+            raise ConfigError(f"{folder}: the harness cannot read {name!r}; write it in plain characters")
 
 
 def _manager(names: Sequence[str], folder: Path | None) -> TaskManager:

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.conversation import Conversation
+from llama_core.chain.ends import learnt_template
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import TextModel, choose_device
 from llama_core.chain.prepare import other_tokenizer, prepare_run
@@ -482,6 +483,21 @@ def test_a_template_that_was_replaced_behind_a_run_is_not_taken_for_its_own(with
     with pytest.raises(DataError, match=changed):
         export_run(run, tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_template_that_was_removed_behind_a_run_is_not_replaced_by_a_published_one(with_files, tmp_path):
+    """The tokenizer's own, without which the family's would do."""
+    run = with_files
+    config = load_config(run)
+    folder = tmp_path / "tokenizer"
+    own = config.model_copy(update={"data": config.data.model_copy(update={"chat_template": None})})
+    checkpoint = run.checkpoints / "step-00000001"
+    learnt_template(checkpoint, own, load_tokenizer(str(folder)))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(DataError, match=rf"is not the one that {run.path} has trained with"):
+        learnt_template(checkpoint, own, load_tokenizer(str(folder)))
 
 
 def test_a_run_does_not_go_on_with_another_tokenizer_though_its_tokens_are_the_same(with_files, tmp_path):
