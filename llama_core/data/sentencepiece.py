@@ -28,6 +28,8 @@ _BPE = 2
 """The kind of model that Llama has."""
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\n")
 """How a file begins that has the bytes of a token in base64, and its id, on each line."""
+_LONGEST_PIECE = 256
+"""Most characters of a piece; SentencePiece itself makes none of more than 16 unless it is told to."""
 _CONVERSION = (
     'convert it with: pip install transformers sentencepiece; python -c "from transformers import AutoTokenizer; '
     "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')\""
@@ -72,23 +74,33 @@ class SentencePieceModel:
                 "it is in the format of Llama 3's own code (tiktoken); use the tokenizer.json of the same model"
             )
         try:
-            fields = list(_fields(content))
-            pieces = tuple(_piece(_bytes(value)) for number, value in fields if number == _PIECES)
-            trainer = dict(_fields(_bytes(dict(fields)[_TRAINER])))
-            normalizer = dict(_fields(_bytes(dict(fields)[_NORMALIZER])))
+            pieces = []
+            parts: dict[int, bytes] = {}
+            for number, value in _fields(content):
+                if number == _PIECES:
+                    pieces.append(_piece(_bytes(value)))
+                elif number in (_TRAINER, _NORMALIZER):
+                    parts[number] = _bytes(value)
+            trainer = dict(_fields(parts[_TRAINER]))
+            normalizer = dict(_fields(parts[_NORMALIZER]))
             model = cls(
                 {
                     name: _bytes(trainer.get(field + 5, usual)).decode()
                     for name, (field, usual) in _NAMED.items()
                     if not _is_negative(trainer.get(field, 0))
                 },
-                pieces,
+                tuple(pieces),
                 _bytes(normalizer.get(2, b"")),
                 bool(normalizer.get(3, 1)),
                 bool(normalizer.get(4, 1)),
             )
         except (IndexError, KeyError, TypeError, ValueError, struct.error):
             raise NotSentencePieceError("it is no SentencePiece model; copy it again") from None
+        longest = max((len(piece.text) for piece in pieces), default=0)
+        if longest > _LONGEST_PIECE:
+            raise NotSentencePieceError(
+                f"it has a piece of {longest:,} characters, more than {_LONGEST_PIECE}; copy it again"
+            )
         own = [piece.text for piece in pieces if piece.kind == _USER_DEFINED]
         if trainer.get(3, 1) != _BPE:
             raise NotSentencePieceError(f"it is no BPE model, as Llama's are; {_CONVERSION}")
@@ -167,6 +179,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(message):
         key, at = _integer(message, at)
+        if key >> 3 == 0:
+            raise ValueError("no field has the number 0")
         if key & 7 == 0:
             value, at = _integer(message, at)
             yield key >> 3, value

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -16,6 +15,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.settings import SAMPLE, DataConfig
 from llama_core.data.sample import sample_tokenizer
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG, frame_texts, read_tokenizer
+from llama_core.data.tokenizer_limits import Limited
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.hub import CHAT_TEMPLATES, folder_of
 from llama_core.imports import how_to_install
@@ -207,6 +207,7 @@ class HuggingFaceTokenizer:
                 f"tokenizer {str(path)!r} needs the package 'tokenizers'; {how_to_install('tokenizers')}"
             )
         self.name = str(path)
+        self._limited = Limited(self.name)
         file = tokenizer_file(path)
         read = read_tokenizer(file)
         config = read.config
@@ -232,8 +233,7 @@ class HuggingFaceTokenizer:
         usual["eos_token"] = self._spelled(eos_id)
         self.named_tokens = usual | dict(read.named)
         self.beyond: Mapping[int, str] = {}
-        with self._working():
-            self.before, after = self._frame()
+        self.before, after = self._frame()
         if adds_bos is not None:
             self._force_bos(after, adds_bos=adds_bos)
         self.after = after if eos_id in after else (*after, eos_id)
@@ -249,11 +249,11 @@ class HuggingFaceTokenizer:
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ids that the tokenizer adds before and after a text."""
-        for text in ("a", *self.vocabulary):
-            encoding = self._tokenizer.encode(text)
-            own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
-            if own:
-                return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        for texts in (["a"], list(self.vocabulary)):  # most tokenizers know an a
+            for encoding in self._encoded(texts):
+                own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+                if own:
+                    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
         return (), ()
 
     def _force_bos(self, after: Sequence[int], *, adds_bos: bool) -> None:
@@ -307,8 +307,9 @@ class HuggingFaceTokenizer:
 
     def encode_documents(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """Return uint32 ids of each text, between ``before`` and ``after``; runs on all cores."""
-        with self._working():
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._limited(
+            lambda: self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False), _num_characters(texts)
+        )
         framed = ([*self.before, *encoding.ids, *self.after] for encoding in encodings)
         return [self._within(np.array(ids, np.uint32)) for ids in framed]
 
@@ -317,8 +318,7 @@ class HuggingFaceTokenizer:
 
         As in transformers, ``split_special_tokens`` in ``tokenizer_config.json`` makes them plain text.
         """
-        with self._reading_special_tokens():
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._encoded(texts, adds_special=False, reads_special=True)
         tokens = ((encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)) for encoding in encodings)
         return [
             Encoded(self._within(np.array(ids, np.uint32)), offsets[:, 0], offsets[:, 1]) for ids, offsets in tokens
@@ -326,33 +326,37 @@ class HuggingFaceTokenizer:
 
     def encode_input(self, text: str, *, adds_special: bool = True) -> list[int]:
         """Return the ids of a text, with what the tokenizer adds."""
-        with self._reading_special_tokens():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
+        ids: list[int] = self._encoded([text], adds_special=adds_special, reads_special=True)[0].ids
         self._within(np.array(ids, np.uint32))
         return ids
 
-    @contextmanager
-    def _reading_special_tokens(self) -> Iterator[None]:
-        self._tokenizer.encode_special_tokens = self._splits_special_tokens
-        try:
-            with self._working():
-                yield
-        finally:
-            self._tokenizer.encode_special_tokens = True
-
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special and unknown ids are left out."""
-        with self._working():
-            return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        tokens = list(ids)
+        (text,) = self._limited(lambda: self._tokenizer.decode_batch([tokens], skip_special_tokens=True), len(tokens))
+        return str(text)
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:  # these errors, too, have no class of their own, and a panic is no Exception
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-                raise DataError(f"tokenizer {self.name!r} does not work: {error}; copy it again") from None
-            raise
+    def _encoded(self, texts: Sequence[str], *, adds_special: bool = True, reads_special: bool = False) -> list[Any]:
+        """Return what ``tokenizers`` makes of some texts: their ids, and what comes with these.
+
+        Args:
+            texts: the texts.
+            adds_special: whether the tokenizer adds what it adds to a text.
+            reads_special: whether a text may spell special tokens, unless the tokenizer's files say that none does.
+        """
+
+        def encoded() -> list[Any]:
+            self._tokenizer.encode_special_tokens = not reads_special or self._splits_special_tokens
+            try:
+                return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=adds_special))
+            finally:
+                self._tokenizer.encode_special_tokens = True
+
+        return self._limited(encoded, _num_characters(texts))
+
+
+def _num_characters(texts: Iterable[str]) -> int:
+    return sum(map(len, texts))
 
 
 def tokenizer_file(path: Path) -> Path:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_core.data.sentencepiece import SPACE, NotSentencePieceError, SentencePieceModel
+from llama_core.data.tokenizer_limits import is_of_tokenizers, refuse_costly
 from llama_core.errors import DataError
 from llama_core.records.files import read_file
-from llama_core.units import GIB
+from llama_core.units import MIB
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,8 +29,10 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template knows by name, in the order in which transformers adds them."""
-MOST_BYTES_OF_VOCABULARY = GIB
-"""Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB."""
+MOST_BYTES_OF_VOCABULARY = 256 * MIB
+"""Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB, Gemma's 33."""
+MOST_BYTES_OF_MODEL = 64 * MIB
+"""Most bytes of a ``tokenizer.model``; Llama 2's has 0.5 MB, Gemma's 4."""
 
 _ANY = ""
 """Stands for transformers' general class, which takes a vocabulary as it is."""
@@ -129,7 +132,8 @@ class _Files:
 
     def read(self) -> ReadTokenizer:
         try:
-            self._content = read_file(self._file, most_bytes=MOST_BYTES_OF_VOCABULARY)
+            most_bytes = MOST_BYTES_OF_MODEL if self._is_sentencepiece else MOST_BYTES_OF_VOCABULARY
+            self._content = read_file(self._file, most_bytes=most_bytes)
             self._class = self._find_class()
             backend = self._built()
         except OSError as error:
@@ -138,13 +142,16 @@ class _Files:
             raise DataError(f"cannot read tokenizer {str(self._file)!r}: {error}") from None
         except DataError:
             raise
-        except Exception as error:  # the Rust parser's errors have no class of their own
+        except BaseException as error:  # the Rust parser's errors have no class of their own
+            if not is_of_tokenizers(error):
+                raise
             what = "a SentencePiece model" if self._is_sentencepiece else "a Hugging Face tokenizer.json"
             raise DataError(f"{str(self._file)!r} is not {what}: {error}") from None
         before = _state(backend)
         named = self._named()
         self._add_tokens(backend, named)
         self._add_ends(backend, named)
+        refuse_costly(backend, str(self._file))
         changes = f"{self._class} {_state(backend)}" if self._is_rebuilt or _state(backend) != before else ""
         if self._is_sentencepiece:
             changes += f" legacy={self._config.get('legacy')} prefix={self._config.get('add_prefix_space')}"

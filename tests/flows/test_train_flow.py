@@ -16,7 +16,7 @@ from prefect.exceptions import ParameterTypeError
 from waiting import eventually
 
 from flows.train import train
-from llama_core.chain.stopping import stopped
+from llama_core.chain.stopping import cancel, stopped
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
@@ -196,14 +196,19 @@ def test_an_interrupt_from_the_terminal_reaches_the_job_and_not_the_server(prefe
     command = [sys.executable, "-m", "training_infra.cli", "train", "--flow", "--run-dir", "interrupted"]
     command += ["--config", str(prefect.home / "run.yaml"), "--steps", "100000"]
     (prefect.home / "run.yaml").write_text(CONFIG)
+    pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=prefect.home, env=prefect.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=prefect.home, env=prefect.environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
     )
     run = RunDirectory(prefect.home / "interrupted")
-    eventually(run.heartbeat.exists)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 130
+    try:
+        eventually(run.heartbeat.exists)
+        os.killpg(process.pid, signal.SIGINT)
+        said, errors = process.communicate()
+        assert process.returncode == 130, said + errors
+    finally:
+        process.kill()
+        cancel(run)
     assert errors == f"{stopped(run, read_outcome(run)).args[0]}\n".replace(str(run.path), "interrupted")
     assert run.report.exists()
 

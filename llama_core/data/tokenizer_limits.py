@@ -1,0 +1,157 @@
+"""What a tokenizer from somebody may cost: how much longer it makes a text, and how long it may work on one.
+
+The package ``tokenizers`` does what a file says, without limits, and heeds no interrupt meanwhile.
+"""
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from llama_core.errors import DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MOST_GROWTH = 256
+"""How many times as long the steps of a tokenizer may make a text; that of T5 may make it 72 times as long."""
+MOST_ADDED = 1000
+"""Most tokens that a tokenizer may add to each text; one or two are usual."""
+MOST_SECONDS = 60
+"""Most time for a text of a few words; see ``SLOWEST``."""
+SLOWEST = 10_000
+"""Fewest characters of a long text per second; a core tokenises about a million."""
+_STEPS = ("normalizers", "pretokenizers", "decoders")
+"""The keys of the steps of a sequence."""
+_GROWTH: Mapping[str | None, float] = {"ByteLevel": 4.0, "BertNormalizer": 3.0}
+"""A character for each byte of UTF-8; a space on both sides of a Chinese character."""
+
+Result = TypeVar("Result")
+
+
+def refuse_costly(backend: "tokenizers.Tokenizer", file: str) -> None:
+    """Refuse a tokenizer that may make a text much longer, or gives other ids each time.
+
+    Raises:
+        DataError: with what in ``file`` does so.
+    """
+    for keys in (("normalizer", "pre_tokenizer"), ("decoder",)):
+        growth = math.prod(_growth(_described(getattr(backend, key))) for key in keys)
+        if growth > MOST_GROWTH:
+            raise DataError(
+                f"the {' and the '.join(keys)} in tokenizer {file!r} may make a text {growth:,.0f} times as long, more "
+                f"than {MOST_GROWTH} times; shorten what their steps write, or use another tokenizer"
+            )
+    num_added = _num_added(_described(backend.post_processor))
+    if num_added > MOST_ADDED:
+        raise DataError(
+            f"the post_processor in tokenizer {file!r} adds {num_added:,} tokens to each text, more than {MOST_ADDED:,}"
+            "; leave them out, or use another tokenizer"
+        )
+    if dropout := getattr(backend.model, "dropout", None):
+        raise DataError(
+            f"the model in tokenizer {file!r} has dropout={dropout:g}, with which a text gets other tokens each time; "
+            "set it to null there"
+        )
+
+
+def _described(part: Any) -> Mapping[str, Any]:
+    """Return a step as ``tokenizer.json`` has it; an empty object if there is none."""
+    described: Mapping[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return described
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """Return an upper bound of how many times as long a step makes a text, for those that lengthen it each time."""
+    match step.get("type"):
+        case "Sequence":
+            return math.prod(_growth(one) for key in _STEPS for one in step.get(key, ()))
+        case "Replace":
+            written = len(step["content"])
+            replaced = len(step["pattern"].get("String", ""))
+            # a regular expression may match nothing, between any two characters
+            return max(1.0, written / replaced) if replaced else 1.0 + written
+        case "Prepend":
+            return 1.0 + len(step["prepend"])
+        case "Precompiled":
+            return _longest_replacement(base64.b64decode(step["precompiled_charsmap"] or ""))
+    return _GROWTH.get(step.get("type"), 1.0)
+
+
+def _longest_replacement(charsmap: bytes) -> float:
+    """Return the length of the longest text that SentencePiece's table has for one character.
+
+    Source: ``Normalizer::DecodePrecompiledCharsMap`` in normalizer.cc of https://github.com/google/sentencepiece: the
+    size of a trie, the trie, and texts that end with a zero.
+    """
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    return float(max(len(text.decode(errors="replace")) or 1 for text in texts.split(b"\0")))
+
+
+def _num_added(step: Mapping[str, Any]) -> int:
+    """Return how many tokens a step adds to each text."""
+    if step.get("type") == "Sequence":
+        return sum(map(_num_added, step["processors"]))
+    tokens = step.get("special_tokens")
+    if not isinstance(tokens, dict):
+        return 0
+    named = (piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece)
+    return sum(len(tokens[name]["ids"]) for name in named)
+
+
+class Limited:
+    """Calls functions of ``tokenizers`` so that they may be interrupted, and have a limit of time.
+
+    Each runs in a thread, which nothing can end: one that takes too long goes on until the process ends, and no other
+    is begun, since it might wait for the first.
+
+    Args:
+        name: the tokenizer, for messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._last: Future[Any] | None = None
+
+    def __call__(self, work: Callable[[], Result], num_characters: int) -> Result:
+        """Return what a function returns.
+
+        Args:
+            work: the function. What takes long in it must release the lock of Python's interpreter, as ``encode_batch``
+                does, and ``encode`` does not.
+            num_characters: how long its texts are.
+
+        Raises:
+            DataError: if it fails, or takes too long.
+        """
+        seconds = MOST_SECONDS + num_characters / SLOWEST
+        if self._last is not None and not self._last.done():
+            raise DataError(f"tokenizer {self._name!r} still works on another text; use another")
+        answer = self._last = Future[Result]()
+        Thread(target=_answer, args=(work, answer), name="tokenizer", daemon=True).start()
+        try:
+            return answer.result(timeout=seconds)
+        except TimeoutError:
+            raise DataError(
+                f"tokenizer {self._name!r} has worked for more than {seconds:.0f} s on {num_characters:,} characters; "
+                "use another"
+            ) from None
+        except BaseException as error:
+            if not is_of_tokenizers(error):
+                raise
+            raise DataError(f"tokenizer {self._name!r} does not work: {error}; copy it again") from None
+
+
+def _answer(work: Callable[[], Result], answer: Future[Result]) -> None:
+    try:
+        answer.set_result(work())
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+def is_of_tokenizers(error: BaseException) -> bool:
+    """Return whether something raised by ``tokenizers`` is an error of it: a panic of its Rust is no ``Exception``."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
