@@ -2,19 +2,22 @@
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
 from llama_core.models.pretrained import Origin, checkpoints_behind, is_checkpoint, origin_of, refuse_damaged
-from llama_core.models.weight_files import read_tensors
+from llama_core.models.weight_files import ELEMENT_BYTES, StoredTensor, read_tensors
 from llama_core.records.checkpoints import MANIFEST, STATE, newest_step, run_of
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import read_file, read_typed, write_json
+from llama_core.records.files import open_file, read_file, read_typed, write_json
 
-_SAMPLE_BYTES = 4096
-"""Bytes of each tensor that are compared: other weights differ in nearly all of theirs."""
+_BLOCK_BYTES = 4096
+_NUM_BLOCKS = 16
+"""Blocks that are compared of each tensor: other weights differ in nearly all of their bytes."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class BaseRecord:
 
 def base_digest(base: Path) -> str:
     """Return a digest of the weights of a base: of a checkpoint's checksums, or of some bytes of each of its tensors.
+
+    Of a folder, at most 64 KiB of each tensor are read, spread over it, and all of a smaller one. It does not depend on
+    how the tensors are ordered or divided into files. Any change of an eighth of a tensor in one piece is found; one of
+    some rows or single numbers of a larger tensor may be missed.
 
     Args:
         base: a checkpoint, or a Hugging Face folder.
@@ -47,12 +54,23 @@ def _digest(base: Path) -> str:
         return hashlib.sha256(read_file(described if described.exists() else base / STATE)).hexdigest()
     digest = hashlib.sha256()
     for name, stored in sorted(read_tensors(base).items()):
-        drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
-        with stored.file.open("rb") as file:
-            file.seek(stored.start + drawn % max(1, math.prod(stored.shape) - _SAMPLE_BYTES))
-            sample = file.read(_SAMPLE_BYTES)
-        digest.update(f"{name} {stored.dtype} {stored.shape} ".encode() + sample)
+        digest.update(f"{name} {stored.dtype} {stored.shape} ".encode())
+        with open_file(stored.file) as file:
+            for offset, length in _blocks(name, stored):
+                file.seek(stored.start + offset)
+                digest.update(file.read(length))
     return digest.hexdigest()
+
+
+def _blocks(name: str, stored: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Yield the offset in a tensor and the length of each block that is compared: one, drawn, in each equal part."""
+    num_bytes = math.prod(stored.shape) * ELEMENT_BYTES.get(stored.dtype, 0)  # no model is read from other dtypes
+    if num_bytes <= _NUM_BLOCKS * _BLOCK_BYTES:
+        yield 0, num_bytes
+        return
+    for begin, end in pairwise(num_bytes * part // _NUM_BLOCKS for part in range(_NUM_BLOCKS + 1)):
+        drawn = hashlib.blake2b(f"{name} {stored.shape} {begin}".encode(), digest_size=8).digest()
+        yield begin + int.from_bytes(drawn) % (end - begin - _BLOCK_BYTES + 1), _BLOCK_BYTES
 
 
 def record_base(run: RunDirectory, config: RunConfig) -> None:
