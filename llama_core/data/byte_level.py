@@ -36,7 +36,8 @@ def write_byte_tokenizer(folder: Path, *, adds_bos: bool = True) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ByteTokenizer.bos_id)]
         )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # the package's own way to a file tells of a full disk as a plain Exception
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,

@@ -1,5 +1,6 @@
 """The byte tokenizer as transformers and ``tokenizers`` read it: the same ids and the same texts."""
 
+import errno
 import sys
 
 import pytest
@@ -62,3 +63,11 @@ def test_a_missing_package_is_named_with_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(EnvironmentMismatchError, match="is written with the package 'tokenizers'; "):
         write_byte_tokenizer(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    """Which callers turn into one line; the package's own way to a file raises a plain Exception."""
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        write_byte_tokenizer(tmp_path)
+    assert refused.value.errno == errno.ENOSPC
