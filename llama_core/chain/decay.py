@@ -41,9 +41,10 @@ def branch_off(
 ) -> RunDirectory:
     """Make a run that has come to a checkpoint of another, and is to decay from there; return its directory.
 
-    It has the weights, the optimizer's states, the position in the data, the plan and the metrics of the other run.
-    Once it is resumed, it takes ``num_steps`` steps, which are the decay of the wsd schedule, and no fewer. The
-    checkpoint's files are linked, not copied, where the disk allows it; the other run may go on, and delete them.
+    It has the weights, the optimizer's states, the position in the data, the plan, the metrics and the reference of the
+    other run, and refuses another base, tokenizer or template as that one does. Once it is resumed, it takes
+    ``num_steps`` steps, which are the decay of the wsd schedule, and no fewer. The checkpoint's files are linked, not
+    copied, where the disk allows it; the other run may go on, and delete them.
 
     Args:
         run: a run on the schedule wsd or constant.
@@ -76,7 +77,7 @@ def branch_off(
             branch = RunDirectory(writing)
             branch.create()
             _adopt(checkpoint, sums, branch, decaying)
-            for record in (run.plan, run.rollbacks, run.data_changes, run.generation_config):
+            for record in (run.plan, run.rollbacks, run.data_changes, run.generation_config, *_guards(run)):
                 if record.exists():
                     shutil.copyfile(record, branch.path / record.name)
             for change in read_settings_changes(run):
@@ -89,6 +90,11 @@ def branch_off(
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error.strerror or error}; nothing is left there") from None
     return RunDirectory(out)
+
+
+def _guards(run: RunDirectory) -> tuple[Path, ...]:
+    """Return what tells the base, the tokenizer, the template and the reference of a run from others."""
+    return run.base, run.data, run.reference, run.reference_values
 
 
 def _as_trained(config: RunConfig, checkpoint: Path, run: RunDirectory) -> RunConfig:

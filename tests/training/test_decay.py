@@ -4,16 +4,22 @@ import re
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from test_trainer import Counting, assert_equal, batch, losses, trainer, weights
 from tiers import nightly
 
 from llama_core.chain.decay import branch_off
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import UNNAMED
-from llama_core.errors import TrainingInfraError
+from llama_core.data.statistics import refuse_other_digest
+from llama_core.errors import DataError, TrainingInfraError, WeightsError
+from llama_core.models.bases import BaseRecord, base_digest, refuse_other_base
+from llama_core.models.pretrained import Origin
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_name, find_problem, list_checkpoints
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes, record_settings_change
 from llama_core.training.trainer import Trainer
 
@@ -76,6 +82,24 @@ def test_a_branch_has_the_settings_of_its_checkpoint_whatever_its_run_has_change
     branch = branch_off(run, tmp_path / "branch", num_steps=3, step=6)
     assert RunConfig.load(branch.config).training.learning_rate == usual.training.learning_rate
     assert read_settings_changes(branch) == tuple(changes[:1])
+
+
+def test_a_branch_refuses_another_base_tokenizer_or_template_as_its_run_does(stable, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(stable.path, run.path)
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({"a": torch.zeros(9)}, base / "model.safetensors")
+    write_json(run.base, BaseRecord(str(base), base_digest(base)))
+    write_json(run.data, {"tokenizer_digest": "0", "template_digest": "0"})
+    branch = branch_off(run, tmp_path / "branch", num_steps=1, step=5)
+    refuse_other_base(branch, Origin(base))
+    save_file({"a": torch.ones(9)}, base / "model.safetensors")
+    with pytest.raises(WeightsError, match=f"holds other weights than those over which {branch.path} has trained"):
+        refuse_other_base(branch, Origin(base))
+    for what in ("tokenizer", "template"):
+        with pytest.raises(DataError, match=f"{what} 'mine' is not the one that {branch.path} has trained with"):
+            refuse_other_digest(branch, what, "mine", "1")
 
 
 def test_the_run_that_is_branched_off_stays_as_it_is(stable, tmp_path):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from corpora import chat_of
 from test_pairs import answered, asked, chosen, rejected, say, write
 
+from llama_core.chain.decay import branch_off
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.data.tokenizer import ByteTokenizer
@@ -157,6 +158,17 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_the_reference_of_its_beginning(t
     for name in ("loss", "reward_chosen", "reward_accuracy", "kl", "eval_loss"):
         assert column(second, name) == column(undisturbed, name)
     torch.testing.assert_close(weights(second), weights(undisturbed), rtol=0, atol=0)
+
+
+def test_a_branch_off_a_run_decays_with_the_reference_of_its_beginning(tmp_path, source):
+    stable = {"lr_schedule": "wsd", "warmup_steps": 1, "decay_fraction": 0.5, "checkpoint_every": 2}
+    whole = trainer_of(tmp_path, source, "whole", **stable)
+    whole.fit()
+    branch_off(whole.run, tmp_path / "branch", num_steps=2, step=2)
+    decayed = trainer_of(tmp_path, source, "branch", **stable)
+    decayed.fit()
+    assert column(decayed, "kl") == column(whole, "kl")
+    torch.testing.assert_close(weights(decayed), weights(whole), rtol=0, atol=0)
 
 
 def lose(run):
