@@ -33,7 +33,7 @@ from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.imports import importing_torch
-from llama_core.models.bases import refuse_unfit_base
+from llama_core.models.bases import refuse_other_base_of, refuse_unfit_base
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
 from llama_core.models.pretrained import check_pretrained, origin_of, refuse_own_head, saved_run
@@ -90,7 +90,7 @@ def export_run(
         RunDirectoryError: if there is no such run or checkpoint.
         ConfigError: if ``average`` says neither, or comes with ``step``.
         WeightsError: if ``out`` is not empty, the checkpoint holds neither a full model nor adapters, there is nothing
-            to merge, or a weight to average is not finite.
+            to merge, a weight to average is not finite, or the base of adapters has been replaced.
         CheckpointError: if the weights are damaged or cannot be read, or ``out`` cannot be written.
     """
     load_config(run)
@@ -170,11 +170,19 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
     spec = config.spec
     if merged or not _is_for_peft(spec):
         config_json(spec)
-    if spec.lora is not None and (merged or not _is_for_peft(spec) or spec.lora.take_principal_part):
-        check_pretrained(spec, checkpoint)
-        refuse_unfit_base(checkpoint)
-        refuse_own_head(spec, checkpoint)
+    if spec.lora is not None:
+        if merged or not _is_for_peft(spec) or spec.lora.take_principal_part:
+            check_pretrained(spec, checkpoint)
+            refuse_unfit_base(checkpoint)
+            refuse_own_head(spec, checkpoint)
+        elif _has_base_here(checkpoint):  # adapters alone can be taken from where their base is not
+            refuse_other_base_of(checkpoint)
     refuse_files_in(out)
+
+
+def _has_base_here(checkpoint: Path) -> bool:
+    base = origin_of(checkpoint).base
+    return base is not None and base.exists()
 
 
 def _refuse_other_models(config: RunConfig, checkpoints: Sequence[Path]) -> None:

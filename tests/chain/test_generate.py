@@ -41,6 +41,7 @@ from llama_core.errors import (
 )
 from llama_core.launch.rank.checks import check_settings
 from llama_core.machine.detect import Machine
+from llama_core.models.peft import ADAPTERS
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import write_manifest
 from llama_core.records.directory import RunDirectory
@@ -425,6 +426,7 @@ def test_a_base_that_was_replaced_behind_a_run_is_not_taken_for_its_own(run, exp
     for refused in (
         lambda: text(adapters.path),
         lambda: export_run(adapters, tmp_path / "merged", merged=True),
+        lambda: export_run(adapters, tmp_path / "for-peft"),
         lambda: prepare_run(config, adapters.path, resume=True),
         lambda: prepare_run(following, tmp_path / "following"),
         lambda: check_settings(adapters, load_config(adapters)),
@@ -432,6 +434,7 @@ def test_a_base_that_was_replaced_behind_a_run_is_not_taken_for_its_own(run, exp
         with pytest.raises((WeightsError, RunDirectoryError), match=other):
             refused()
     shutil.rmtree(base)
+    assert (export_run(adapters, tmp_path / "for-peft") / ADAPTERS).exists(), "adapters alone need no base"
     shutil.copytree(exported if kind == "folder" else run.checkpoints / "step-00000001", base)
     assert text(adapters.path) == expected
 
