@@ -106,27 +106,47 @@ class BatchStream:
         Raises:
             DataError: if it belongs to other data, or to another order of the data.
         """
-        if state["dataset"] == self._digest():
-            self.rows_consumed = state["rows_consumed"]
-            self._num_batches = state["order"]["num_batches"]
-            self._order.load_state_dict(state["order"])
-        elif state["dataset"] in self._may_follow:
+        trained_on = state["dataset"]
+        if trained_on in self._may_follow and trained_on != self._digest():
             self.go_to(state["order"]["num_batches"])  # other stages may have read other numbers of rows until here
             self.change = self._order.change_data(self.rows_consumed, state["order"])
-        else:
-            raise DataError(
-                f"the checkpoint was made on other data (digest {state['dataset']}, now {self._digest()}): documents, "
-                "weights of sources, tokenizer, its BOS (data.add_bos_token), sequence length or seed have changed; "
-                "restore them or start a new run"
-                f"{_ALLOW_CHANGE if self.dataset.is_named else ''}"
-            )
+            return
+        or_change = _ALLOW_CHANGE if self.dataset.is_named else ""
+        refuse_other_data(trained_on, self.dataset, self.seed, f"start a new run{or_change}")
+        self.rows_consumed = state["rows_consumed"]
+        self._num_batches = state["order"]["num_batches"]
+        self._order.load_state_dict(state["order"])
 
     def check_epochs(self, limits: Mapping[str, float | None], num_rows: int) -> None:
         """Refuse a run that reads a source more often than its limit; see ``Mixture``."""
         self.dataset.check_epochs(limits, self._order.rows_read(num_rows))
 
     def _digest(self) -> str:
-        return f"{self.dataset.digest}-{self.seed}"
+        return _digest_of(self.dataset, self.seed)
+
+
+def refuse_other_data(trained_on: str, dataset: Mixture, seed: int, remedy: str) -> None:
+    """Refuse rows that are not those of a checkpoint.
+
+    Args:
+        trained_on: the digest that the checkpoint has.
+        dataset: the rows.
+        seed: draws their order.
+        remedy: what helps if they cannot be restored.
+
+    Raises:
+        DataError: if the rows, their weights or the seed are others.
+    """
+    now = _digest_of(dataset, seed)
+    if trained_on != now:
+        raise DataError(
+            f"the checkpoint was made on other data (digest {trained_on}, now {now}): documents, weights of sources, "
+            f"tokenizer, its BOS (data.add_bos_token), sequence length or seed have changed; restore them or {remedy}"
+        )
+
+
+def _digest_of(dataset: Mixture, seed: int) -> str:
+    return f"{dataset.digest}-{seed}"
 
 
 def validation_batches(

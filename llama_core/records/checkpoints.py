@@ -87,15 +87,24 @@ def newest_step(run: RunDirectory) -> int:
     return checkpoint_step(newest) if newest else 0
 
 
+def data_digest(path: Path) -> str | None:
+    """Return the digest of the data that the checkpoint in ``path`` was trained on; None if it has none.
+
+    Raises:
+        CheckpointError: if the checkpoint is not complete.
+    """
+    position = complete_state(path).get("data")
+    digest = position.get("dataset") if isinstance(position, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
 def data_digests(run: RunDirectory) -> list[str]:
     """Return the digest of the data that each complete checkpoint was trained on, each once."""
     digests = []
     for path in list_checkpoints(run):
         with suppress(CheckpointError):
-            position = complete_state(path).get("data")
-            if isinstance(position, dict) and isinstance(position.get("dataset"), str):
-                digests.append(position["dataset"])
-    return list(dict.fromkeys(digests))
+            digests.append(data_digest(path))
+    return [digest for digest in dict.fromkeys(digests) if digest is not None]
 
 
 def is_complete(path: Path) -> bool:
