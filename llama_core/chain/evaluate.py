@@ -3,16 +3,17 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from llama_core.chain.checkpoints import Best
-from llama_core.chain.generate import tokenizer_of
+from llama_core.chain.ends import learnt_template, trains_on_conversations
+from llama_core.chain.generate import own_tokenizer, tokenizer_of
 from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask
-from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource
-from llama_core.data.datasets import batches_of_rows, load_datasets, rows_spread_evenly
+from llama_core.data.datasets import batches_of_rows, load_datasets, refuse_other_data, rows_spread_evenly
 from llama_core.data.packing import PackedDataset, pack
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
@@ -21,6 +22,8 @@ from llama_core.errors import ConfigError, DataError
 from llama_core.imports import importing_torch
 from llama_core.models.pretrained import is_checkpoint
 from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
+from llama_core.records.checkpoints import data_digest, run_of
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.held_out import HeldOutRows
 
 HELD_OUT = "held-out"
@@ -111,7 +114,7 @@ def evaluate(
         PlanError: if the devices cannot divide the model.
         RunDirectoryError: if the run has no such checkpoint.
         CheckpointError, WeightsError: if weights are damaged or cannot be read.
-        DataError: if the data or the tokenizer cannot be used.
+        DataError: if the data or the tokenizer cannot be used, or a run's own data or template have changed.
         EnvironmentMismatchError, DoesNotFitError: if there is no such device, or it is too small.
     """
     yield from ask(
@@ -168,10 +171,8 @@ class LossOnData:
     def _rows_for(self, weights: Path, config: RunConfig) -> dict[str, PackedDataset]:
         """Return the rows to evaluate on, by name."""
         length = self._seq_len or config.first_seq_len
-        named = config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, self.tokenizer)})
         if self._data is not None:
-            self._notes = []
-            return _named_rows(self._data, named, config.spec, length, self._notes)
+            return self._named_rows(self._data, weights, config, length)
         if not is_checkpoint(weights):
             raise ConfigError(f"{weights} is no run, so nothing is held out; name data with --data")
         if config.data.source == DATALOADER:
@@ -181,10 +182,46 @@ class LossOnData:
                 f"this run was trained for {config.objective.name} on {config.objective.reads}, which have no loss of "
                 "the next token; name texts or conversations with --data"
             )
-        held_out = load_datasets(named, config.spec, seq_len=length).validation
+        held_out = self._held_out_rows(weights, config, length)
         if not held_out:
             raise ConfigError("this run holds no documents out; name data with --data")
         return {HELD_OUT if name == UNNAMED else name: packed for name, packed in held_out.items()}
+
+    def _held_out_rows(self, weights: Path, config: RunConfig, seq_len: int) -> Mapping[str, PackedDataset]:
+        """Return the rows of what a checkpoint's run has held out; refuse another template and other data."""
+        tokenizer = own_tokenizer(weights, config, self.tokenizer)
+        if trains_on_conversations(weights):
+            learnt_template(weights, config, tokenizer)
+        load = partial(load_datasets, self._data_of(weights, config), config.spec)
+        trained_on = data_digest(weights)
+        if trained_on is None or self.tokenizer is not None:  # other tokens, on purpose
+            return load(seq_len=seq_len).validation
+        own = load(seq_len=config.first_seq_len, stages=config.stages)
+        if trained_on not in read_data_changes(run_of(weights)).may_follow:
+            refuse_other_data(trained_on, own.train, config.training.seed, "name data with --data")
+        return own.validation if seq_len == config.first_seq_len else load(seq_len=seq_len).validation
+
+    def _named_rows(
+        self, sources: Mapping[str, DataSource], weights: Path, config: RunConfig, seq_len: int
+    ) -> dict[str, PackedDataset]:
+        """Return the rows of each of the data, and note what may be unintended in them; refuse another template."""
+        data = self._data_of(weights, config)
+        tokenizer = model_tokenizer(data, config.spec)
+        self._notes = []
+        rows = {}
+        for name, source in sources.items():
+            made = tokenised(source, data, tokenizer, config.spec, None, held_out=True)
+            if made.cache.conversations.num_conversations:
+                learnt_template(weights, config, tokenizer)
+            self._notes += made.notes
+            rows[name] = pack(everything(made.cache), seq_len, document_mask=data.document_mask)
+            if not len(rows[name]):
+                raise DataError(f"no conversation of {name} has a token that counts among its first {seq_len + 1:,}")
+        return rows
+
+    def _data_of(self, weights: Path, config: RunConfig) -> DataConfig:
+        """Return how data are read: as the run does, with the tokenizer that is asked for."""
+        return config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, self.tokenizer)})
 
     def prepare(self, weights: Path, config: RunConfig, tell: Tell) -> None:
         """Read the rows."""
@@ -229,21 +266,6 @@ class LossOnData:
     def answer(self, record: Mapping[str, Any]) -> Evaluation:
         """Return the loss that a record describes."""
         return Evaluation.from_record(record)
-
-
-def _named_rows(
-    sources: Mapping[str, DataSource], data: DataConfig, spec: ModelSpec, seq_len: int, notes: list[str]
-) -> dict[str, PackedDataset]:
-    """Return the rows of each of the data; add to ``notes`` what may be unintended in them."""
-    tokenizer = model_tokenizer(data, spec)
-    rows = {}
-    for name, source in sources.items():
-        made = tokenised(source, data, tokenizer, spec, None, held_out=True)
-        notes += made.notes
-        rows[name] = pack(everything(made.cache), seq_len, document_mask=data.document_mask)
-        if not len(rows[name]):
-            raise DataError(f"no conversation of {name} has a token that counts among its first {seq_len + 1:,}")
-    return rows
 
 
 def _most_rows(config: RunConfig, asked: int | None, num_names: int, *, by_default: bool) -> int:

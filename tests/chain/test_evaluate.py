@@ -2,13 +2,14 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_ranks
-from test_generate import SMALL, make_lively, save_run
+from test_generate import CHATML_TURNS, SMALL, make_lively, save_run
 from transformers import LlamaForCausalLM
 
 from llama_core.chain import evaluation_ranks, evaluator
@@ -27,7 +28,9 @@ from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError, WeightsError
 from llama_core.launch.rank import worker
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
+from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, data_digests, list_checkpoints
+from llama_core.records.data_changes import allow_data_change
+from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import read_scores
 from training_infra import cli
@@ -95,6 +98,51 @@ def test_every_checkpoint_is_evaluated_in_order(trained):
     assert [one.rows.losses for one in evaluate(trained.path, steps=2, devices=CPU)] == [
         one.rows.losses for one in found[:2]
     ]
+
+
+@pytest.fixture
+def tales(files):
+    """One of the files, which a test may edit."""
+    file = Path(files["tales"])
+    before = file.read_bytes()
+    yield file
+    file.write_bytes(before)
+
+
+@pytest.mark.parametrize("seq_len", [None, 16])
+def test_data_that_were_edited_behind_a_run_are_not_what_it_has_held_out(trained, tales, tmp_path, seq_len):
+    run = RunDirectory(shutil.copytree(trained.path, tmp_path / "run"))
+    kept = {"seq_len": seq_len, "devices": CPU}
+    before = {one.data: one.rows for one in evaluate(run.path, **kept)}
+    tales.write_text(tales.read_text().replace("king", "frog"))
+    with pytest.raises(DataError, match=r"was made on other data \(.*; restore them or name data with --data$"):
+        list(evaluate(run.path, **kept))
+    named = next(evaluate(run.path, {"tales": str(tales)}, **kept))
+    assert named.rows.losses
+    allow_data_change(run, data_digests(run))
+    on_purpose = {one.data: one.rows for one in evaluate(run.path, **kept)}
+    assert on_purpose["sums"] == before["sums"]
+    assert on_purpose["tales"] != before["tales"]
+
+
+def test_a_template_that_was_replaced_behind_a_run_renders_no_conversations_of_it(files, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    asked = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "!"}] for n in range(20)]
+    chats.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked))
+    template = tmp_path / "template.jinja"
+    template.write_text(CHATML_TURNS)
+    data = {"source": str(chats), "chat_template": str(template), "validation_fraction": 0.3}
+    training = {"seq_len": SEQ_LEN, "batch_size": 2, "steps": 1, "precision": "fp32"}
+    given = {"data": data | {"cache_dir": str(tmp_path / "cache")}, "training": training}
+    run = prepare_run(RunConfig.from_mapping(SMALL | given | {"launch": {"device": "cpu"}}), tmp_path / "run")
+    assert worker.main([str(run.path), "--only", "train"]) == 0
+    for named in (None, {"chats": str(chats)}):
+        assert list(evaluate(run.path, named, devices=CPU))
+    template.write_text(CHATML_TURNS.replace("im_start", "start"))
+    for named in (None, {"chats": str(chats)}):
+        with pytest.raises(DataError, match=rf"template '{template}' is not the one that {run.path} has trained with"):
+            list(evaluate(run.path, named, devices=CPU))
+    assert list(evaluate(run.path, {"tales": files["tales"]}, devices=CPU)), "texts need no template"
 
 
 def losses_of(source, data, plan):
