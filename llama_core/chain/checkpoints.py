@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 from llama_core.chain.runs import load_config
-from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.config.recorded import LENGTH, RECORDED, differences, is_of_mixture
+from llama_core.config.run import RunConfig
+from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
 from llama_core.models.pretrained import refuse_damaged
 from llama_core.records.checkpoints import (
     checkpoint_name,
     checkpoint_step,
     list_checkpoints,
     newest_intact_checkpoint,
+    run_of,
 )
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.retention import by_held_out_loss
 
@@ -33,19 +37,48 @@ def find_checkpoint(
 
     Raises:
         RunDirectoryError: if there is none; the message names those that exist.
-        CheckpointError: if it is damaged, or all are.
+        CheckpointError: if it is damaged, or all are, or if it is another run's.
     """
     if step is None:
         newest = newest_intact_checkpoint(run, tell)
         if newest is None:
             raise RunDirectoryError(f"{run.path} has no checkpoint; train the run until it saves one")
+        refuse_checkpoint_of_another(newest)
         return newest
     found = list_checkpoints(run)
     wanted = _best_of(run, found) if step == "best" else run.checkpoints / checkpoint_name(step)
     if wanted not in found:
         raise RunDirectoryError(f"{run.path} has no checkpoint of step {step}; there are {_steps_of(found)}")
     refuse_damaged(wanted)
+    refuse_checkpoint_of_another(wanted)
     return wanted
+
+
+def refuse_checkpoint_of_another(checkpoint: Path) -> None:
+    """Refuse a checkpoint that was saved with settings that the run in whose folder it is cannot have had.
+
+    Args:
+        checkpoint: the checkpoint; one that is in no run is accepted.
+
+    Raises:
+        CheckpointError: naming what differs.
+        ConfigError: if the settings of the run or of the checkpoint cannot be read.
+    """
+    run = run_of(checkpoint)
+    if not run.config.exists():
+        return
+    saved = RunConfig.load(checkpoint / run.config.name, below=run.path)
+    may_change_data = bool(read_data_changes(run).may_follow)
+    changed = {
+        key: clause
+        for key, clause in differences(saved, load_config(run)).items()
+        if key not in LENGTH | RECORDED and not (may_change_data and is_of_mixture(key))
+    }
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} was saved with other settings than {run.path} has ({'; '.join(changed.values())}); move it "
+            f"away if it is another run's, or restore {run.config.name} if that was edited"
+        )
 
 
 def _best_of(run: RunDirectory, checkpoints: Sequence[Path]) -> Path:
@@ -70,7 +103,7 @@ def checkpoints_to_average(run: RunDirectory, which: str) -> list[Path]:
     Raises:
         ConfigError: if ``which`` is something else, or names a step twice.
         RunDirectoryError: if there are not as many, or not of these steps; the message names those that exist.
-        CheckpointError: if one of them is damaged.
+        CheckpointError: if one of them is damaged, or another run's.
     """
     if not re.fullmatch(r"last:[0-9]{1,6}|[0-9]{1,18}(,[0-9]{1,18})*", which):
         raise ConfigError(f"average={which}: give last:5 for the newest five checkpoints, or steps, as in 1000,1200")
@@ -88,6 +121,7 @@ def checkpoints_to_average(run: RunDirectory, which: str) -> list[Path]:
         )
     for path in found[-number:]:
         refuse_damaged(path)
+        refuse_checkpoint_of_another(path)
     return found[-number:]
 
 

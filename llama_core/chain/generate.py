@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_core.chain.checkpoints import Best, find_checkpoint
+from llama_core.chain.checkpoints import Best, find_checkpoint, refuse_checkpoint_of_another
 from llama_core.chain.ends import ends_of_texts
 from llama_core.config.hugging_face import ignored_settings
 from llama_core.config.pretrained import settings_of_weights
@@ -168,6 +168,7 @@ def find_model(source: Path, step: int | Best | None, tell: Callable[[str], None
         raise RunDirectoryError(f"{source} is no run's directory, so it has no step {step}; drop --step")
     elif is_checkpoint(source):
         refuse_damaged(source)
+        refuse_checkpoint_of_another(source)
     refuse_unfit_base(source)
     if is_checkpoint(source):
         return source, saved_run(source)

@@ -18,6 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from llama_core.chain.conversation import Conversation
+from llama_core.chain.decay import branch_off
 from llama_core.chain.ends import learnt_template
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import TextModel, choose_device
@@ -437,6 +438,33 @@ def test_a_base_that_was_replaced_behind_a_run_is_not_taken_for_its_own(run, exp
     assert (export_run(adapters, tmp_path / "for-peft") / ADAPTERS).exists(), "adapters alone need no base"
     shutil.copytree(exported if kind == "folder" else run.checkpoints / "step-00000001", base)
     assert text(adapters.path) == expected
+
+
+def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_a_run_that_it_was_copied_into(run, tmp_path):
+    own = RunDirectory(shutil.copytree(run.path, tmp_path / "own"))
+    other = save_run(tmp_path / "other", {"training": {"seed": 1}}, lambda engine, step: None, steps=(3,))
+    foreign = Path(shutil.copytree(other.checkpoints / "step-00000003", own.checkpoints / "step-00000003"))
+    for refused in (
+        lambda: text(own.path),
+        lambda: text(own.path, step=3),
+        lambda: text(foreign),
+        lambda: export_run(own, tmp_path / "out"),
+        lambda: export_run(own, tmp_path / "out", average="last:2"),
+        lambda: branch_off(own, tmp_path / "out", num_steps=1, step=3),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"{foreign} was saved with other .* \(training.seed is 1 there, 0 her"
+        ):
+            refused()
+    assert text(own.path, step=2) == text(run.path)
+    alone = shutil.copytree(foreign, tmp_path / "alone")
+    assert text(alone, tokenizer="bytes"), "it is in no run"
+
+
+def test_a_checkpoint_may_have_other_values_of_what_a_run_changes_as_it_goes_on(run, tmp_path):
+    own = RunDirectory(shutil.copytree(run.path, tmp_path / "own"))
+    own.config.write_text(load_config(own).with_overrides("training.steps=9", "training.learning_rate=1e-9").to_yaml())
+    assert text(own.path) == text(run.path)
 
 
 @pytest.fixture

@@ -325,7 +325,8 @@ def test_a_full_model_has_nothing_to_merge(tmp_path):
 def test_a_missing_base_is_refused_only_where_it_is_needed(base, tmp_path):
     run, _ = trained_over("folder", base, tmp_path)
     checkpoint = run.checkpoints / "step-00000001"
-    (checkpoint / "config.yaml").write_text(adapted(tmp_path / "gone").to_yaml())
+    for file in (run.config, checkpoint / "config.yaml"):
+        file.write_text(adapted(tmp_path / "gone").to_yaml())
     relist(checkpoint)
     for needs_it in (
         lambda: export_run(run, tmp_path / "out", merged=True),

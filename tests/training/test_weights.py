@@ -556,6 +556,17 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
         export_run(new_run(tmp_path / "run", TIED), tmp_path / "out")
 
 
+def configured(config, **changes):
+    """What gives a checkpoint and its run other settings than it was saved with."""
+    settings = RunConfig.from_mapping(config.model_dump() | changes).to_yaml()
+
+    def spoil(checkpoint):
+        for folder in (checkpoint, checkpoint.parents[1]):
+            (folder / "config.yaml").write_text(settings)
+
+    return spoil
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "complaint"),
     [
@@ -565,12 +576,12 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
             "cannot read .*step-00000007: .*No such file or directory",
         ),
         (
-            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="moe")),
+            configured(TIED, strategy="moe"),
             CheckpointError,
             "cannot read layers.0.feed_forward.router.weight from",
         ),
         (
-            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(TIED, strategy="lora")),
+            configured(TIED, strategy="lora"),
             CheckpointError,
             "cannot read layers.0.attention.wq.lora_A.weight from",
         ),
@@ -580,7 +591,7 @@ def test_a_run_that_never_saved_has_nothing_to_export(tmp_path):
             "step-00000007/index.jsonl is no index of a checkpoint",
         ),
         (
-            lambda checkpoint: (checkpoint / "config.yaml").write_text(replaced(UNTIED)),
+            configured(UNTIED),
             CheckpointError,
             "cannot read output.weight from",
         ),
@@ -596,10 +607,6 @@ def test_a_checkpoint_that_is_not_a_full_model_is_refused_and_leaves_nothing(
         export_run(run, tmp_path / "out")
     assert "\n" not in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def replaced(config, **changes):
-    return RunConfig.from_mapping(config.model_dump() | changes).to_yaml()
 
 
 def relist(checkpoint):
