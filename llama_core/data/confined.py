@@ -1,17 +1,30 @@
-"""Render chat templates in a process that has limits of time and memory, and nothing of ours but Jinja."""
+"""Render templates in a process that has limits of time and memory, and nothing of ours but Jinja."""
 
+import base64
+import io
 import json
 import os
+import pickle
 import select
 import subprocess
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import date, datetime, timedelta
+from datetime import time as time_of_day
+from decimal import Decimal
 from typing import IO, Any
 
 from llama_core.data import rendering
-from llama_core.data.rendering import REMEDY, InvalidTemplateError, Message, Spans, TemplateRefusalError, Tools
+from llama_core.data.rendering import (
+    REMEDY,
+    REMEDY_OF_TASKS,
+    InvalidTemplateError,
+    Message,
+    Spans,
+    TemplateRefusalError,
+    Tools,
+)
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import safe_python
 
@@ -21,10 +34,66 @@ _NEEDED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 START_SECONDS = 60
 """Most time that Python may take to start."""
 _AT_ONCE = 2**16
+_PLAIN = (date, datetime, time_of_day, timedelta, Decimal)
+"""Types of the values of documents, beside those that pickles know by themselves."""
 
 
-class ConfinedRenderer:
-    """Does the same as ``rendering.Renderer``, in a process that is started when it is needed, and again when it ends.
+class _Confined:
+    """A process that renders, which is started when it is needed, and again when it ends.
+
+    Args:
+        first: what ``rendering.main`` is given first, after the limit of steps.
+        remedy: what to do about a template that is refused.
+    """
+
+    def __init__(self, first: Sequence[object], remedy: str) -> None:
+        self._first = first
+        self._remedy = remedy
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def _ask(self, *request: object) -> dict[str, Any]:
+        process = self._process or self._start()
+        ends_at = time.monotonic() + rendering.MOST_SECONDS
+        try:
+            _send(process, request)
+            answer = _receive(process, ends_at)
+        except (EOFError, BrokenPipeError):
+            self._end()
+            raise TemplateRefusalError(f"{rendering.TOO_LARGE}; {self._remedy}") from None
+        except TimeoutError:
+            self._end()
+            raise TemplateRefusalError(f"it takes more than {rendering.MOST_SECONDS} s; {self._remedy}") from None
+        except BaseException:  # an interrupt: the answer would be taken for that to the next request
+            self._end()
+            raise
+        for kind in (TemplateRefusalError, InvalidTemplateError):
+            if kind.__name__ in answer:
+                raise kind(answer[kind.__name__])
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(_PROGRAM, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
+        self._finalizer = weakref.finalize(self, _end, process)
+        try:
+            _send(process, (rendering.MOST_STEPS, *self._first))
+            _receive(process, time.monotonic() + START_SECONDS)
+        except (EOFError, BrokenPipeError, TimeoutError):
+            said = (self._finalizer() or b"").decode(errors="replace").strip().rpartition("\n")[2]
+            raise EnvironmentMismatchError(
+                f"cannot start the process that renders templates ({' '.join(_PROGRAM)}): {said or 'no answer'}"
+            ) from None
+        self._process = process
+        return process
+
+    def _end(self) -> None:
+        self._finalizer()
+        self._process = None
+
+
+class ConfinedRenderer(_Confined):
+    """Does the same as ``rendering.Renderer``.
 
     Args:
         source: the Jinja text.
@@ -33,56 +102,45 @@ class ConfinedRenderer:
     """
 
     def __init__(self, source: str, variables: Mapping[str, Any], today: date) -> None:
-        self._template = (source, dict(variables), today.isoformat())
-        self._process: subprocess.Popen[bytes] | None = None
+        super().__init__((source, dict(variables), today.isoformat()), REMEDY)
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, add_generation_prompt: bool = False) -> str:
         """Return a conversation as text; see ``rendering.Renderer.render``."""
-        return self._ask(messages, tools, add_generation_prompt, False)[0]
+        return str(self._ask(messages, tools, add_generation_prompt, False)["text"])
 
     def render_with_spans(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, Spans]:
         """Return a conversation as text, and the assistant's spans; see ``rendering.Renderer.render_with_spans``."""
-        return self._ask(messages, tools, False, True)
-
-    def _ask(self, *request: object) -> tuple[str, Spans]:
-        process = self._process or self._start()
-        ends_at = time.monotonic() + rendering.MOST_SECONDS
-        try:
-            _send(process, request)
-            answer = _receive(process, ends_at)
-        except (EOFError, BrokenPipeError):
-            self._end()
-            raise TemplateRefusalError(f"{rendering.TOO_LARGE}; {REMEDY}") from None
-        except TimeoutError:
-            self._end()
-            raise TemplateRefusalError(f"it takes more than {rendering.MOST_SECONDS} s; {REMEDY}") from None
-        except BaseException:  # an interrupt: the answer would be taken for that to the next request
-            self._end()
-            raise
-        for kind in (TemplateRefusalError, InvalidTemplateError):
-            if kind.__name__ in answer:
-                raise kind(answer[kind.__name__])
+        answer = self._ask(messages, tools, False, True)
         return answer["text"], tuple((begin, end) for begin, end in answer["spans"])
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = {name: os.environ[name] for name in _NEEDED if name in os.environ}
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(_PROGRAM, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
-        self._finalizer = weakref.finalize(self, _end, process)
-        try:
-            _send(process, (*self._template, rendering.MOST_STEPS))
-            _receive(process, time.monotonic() + START_SECONDS)
-        except (EOFError, BrokenPipeError, TimeoutError):
-            said = (self._finalizer() or b"").decode(errors="replace").strip().rpartition("\n")[2]
-            raise EnvironmentMismatchError(
-                f"cannot start the process that renders chat templates ({' '.join(_PROGRAM)}): {said or 'no answer'}"
-            ) from None
-        self._process = process
-        return process
 
-    def _end(self) -> None:
-        self._finalizer()
-        self._process = None
+class ConfinedTaskRenderer(_Confined):
+    """Does the same as ``rendering.TaskRenderer``; documents hold plain values only."""
+
+    def __init__(self) -> None:
+        super().__init__((), REMEDY_OF_TASKS)
+
+    def render(self, source: str, document: Mapping[str, Any]) -> str:
+        """Return the text that a template makes of a document; see ``rendering.TaskRenderer.render``."""
+        return str(self._ask(source, _pickled(document))["text"])
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses what is no plain value: the methods of some objects, such as an image's, write files."""
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) in _PLAIN or any(value is kind for kind in _PLAIN):
+            return NotImplemented
+        raise TemplateRefusalError(
+            f"the document holds a {type(value).__name__}, which no template is given; {REMEDY_OF_TASKS}"
+        )
+
+
+def _pickled(document: Mapping[str, Any]) -> str:
+    """Return a document for the process; JSON has no dates, no bytes and no keys that are numbers."""
+    written = io.BytesIO()
+    _PlainPickler(written).dump(dict(document))
+    return base64.b64encode(written.getvalue()).decode()
 
 
 def _end(process: subprocess.Popen[bytes]) -> bytes:

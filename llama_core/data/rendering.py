@@ -1,12 +1,14 @@
-"""Render chat templates in Jinja's sandbox; as a program, ``python -P rendering.py``, in a process with limits.
+"""Render templates in Jinja's sandbox; as a program, ``python -P rendering.py``, in a process with limits.
 
-A template comes with somebody's tokenizer. The sandbox keeps it from what is dangerous and counts its loops and calls.
-But a single filter over large values can take hours or all memory, and only a process can be stopped. The program needs
-nothing but Jinja, so that it starts at once.
+A template comes with somebody's tokenizer, or with a task that asks a model. The sandbox keeps it from what is
+dangerous and counts its loops and calls. But a single filter over large values can take hours or all memory, and only a
+process can be stopped. The program needs nothing but Jinja, so that it starts at once.
 """
 
+import base64
 import json
 import math
+import pickle
 import re
 import resource
 import secrets
@@ -14,14 +16,15 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import date
-from functools import cached_property
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import IO, Any, NoReturn
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 Message = Mapping[str, Any]
 """``role``, ``content`` and any other keys that the template knows."""
@@ -44,7 +47,11 @@ MOST_ANSWER_BYTES = 2**27
 LARGEST_BITS = 4096
 """Most bits of a number that a template computes."""
 REMEDY = "change the conversation, or name another data.chat_template"
-"""The end of every refusal."""
+"""The end of every refusal of a chat template."""
+REMEDY_OF_TASKS = "mend the task, or choose another"
+"""The end of every refusal of a task's template."""
+MOST_TEMPLATES = 1000
+"""Most templates of tasks that are kept compiled."""
 _COUNTED = "counted"
 
 _BEGIN, _END = (f"\0{secrets.token_hex(8)}\0" for _ in range(2))  # no conversation holds these
@@ -153,18 +160,8 @@ class Renderer:
     def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool) -> str:
         template = self._template
         values = {**self.variables, "tools": tools}
-        try:
-            self._sandbox.begin()
-            text = template.render(messages=messages, add_generation_prompt=add_generation_prompt, **values)
-            if len(text) > MOST_CHARACTERS:
-                raise jinja2.TemplateError(f"it renders more than {MOST_CHARACTERS:,} characters")
-        except MemoryError:
-            raise TemplateRefusalError(f"{TOO_LARGE}; {REMEDY}") from None
-        except Exception as error:  # a template is a program and may raise anything
-            reason = " ".join(str(error).split())
-            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
-            raise TemplateRefusalError(f"{kind}{reason}; {REMEDY}") from None
-        return text
+        values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        return _rendered(self._sandbox, template, values, REMEDY)
 
     @cached_property
     def _sandbox(self) -> "_Sandbox":
@@ -177,15 +174,56 @@ class Renderer:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        try:
-            return self._sandbox.from_string(self.source)
-        except Exception as error:  # Python's compiler, too, refuses some of what Jinja makes of a template
-            where = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            raise InvalidTemplateError(f"{where}{error}") from None
+        return _compiled(self._sandbox, self.source)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with a limit on the turns of loops and the calls of one rendering."""
+class TaskRenderer:
+    """Renders the templates of lm-evaluation-harness's tasks, with the settings and the filter of the harness.
+
+    Args:
+        most_steps: most turns of loops, and calls, of one rendering.
+    """
+
+    def __init__(self, most_steps: int = MOST_STEPS) -> None:
+        self._sandbox = _TaskSandbox(most_steps, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        self._sandbox.filters["regex_replace"] = _regex_replace
+        self._compiled = lru_cache(MOST_TEMPLATES)(lambda source: _compiled(self._sandbox, source))
+
+    def render(self, source: str, document: Mapping[str, Any]) -> str:
+        """Return the text that a template makes of a document.
+
+        Raises:
+            InvalidTemplateError: if the template is not valid Jinja.
+            TemplateRefusalError: if the template raises.
+        """
+        return _rendered(self._sandbox, self._compiled(source), document, REMEDY_OF_TASKS)
+
+
+def _rendered(sandbox: "_Counted", template: jinja2.Template, values: Mapping[str, Any], remedy: str) -> str:
+    try:
+        sandbox.begin()
+        text = template.render(**values)
+        if len(text) > MOST_CHARACTERS:
+            raise jinja2.TemplateError(f"it renders more than {MOST_CHARACTERS:,} characters")
+    except MemoryError:
+        raise TemplateRefusalError(f"{TOO_LARGE}; {remedy}") from None
+    except Exception as error:  # a template is a program and may raise anything
+        reason = " ".join(str(error).split())
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise TemplateRefusalError(f"{kind}{reason}; {remedy}") from None
+    return text
+
+
+def _compiled(sandbox: SandboxedEnvironment, source: str) -> jinja2.Template:
+    try:
+        return sandbox.from_string(source)
+    except Exception as error:  # Python's compiler, too, refuses some of what Jinja makes of a template
+        where = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise InvalidTemplateError(f"{where}{error}") from None
+
+
+class _Counted(SandboxedEnvironment):
+    """A sandbox with a limit on the turns of loops and the calls of one rendering."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -224,6 +262,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if self._steps > self._most_steps:
             raise jinja2.TemplateError(f"it takes more than {self._most_steps:,} steps")
         return True
+
+
+class _Sandbox(_Counted, ImmutableSandboxedEnvironment):
+    """The sandbox of chat templates, which change no value."""
+
+
+class _TaskSandbox(_Counted):
+    """The sandbox of tasks' templates, some of which make a list item by item."""
+
+
+def _regex_replace(string: str, pattern: str, repl: str, count: int = 0) -> str:
+    return re.sub(pattern, repl, string, count=count)
 
 
 def _is_large(operator: str, left: Any, right: Any) -> bool:
@@ -281,22 +331,36 @@ def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
 
 
 def main(requests: Iterable[bytes], answers: IO[bytes]) -> None:
-    """Answer requests until there are no more: a template first, then conversations, each a line of JSON."""
+    """Answer requests until there are no more, each a line of JSON.
+
+    The first has the limit of steps and, to render conversations, the template and what it sees. The others are
+    conversations, or else a task's template and a document.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    renderer: Renderer | None = None
+    renderer: Renderer | TaskRenderer | None = None
     for line in requests:
         request = json.loads(line)
-        if renderer is None:
-            source, variables, today, most_steps = request
-            renderer = Renderer(source, variables, date.fromisoformat(today), most_steps)
-            answer: dict[str, Any] = {}
-        else:
-            try:
+        answer: dict[str, Any] = {}
+        try:
+            if renderer is None:
+                renderer = _renderer(*request)
+            elif isinstance(renderer, TaskRenderer):
+                source, document = request
+                answer = {"text": renderer.render(source, pickle.loads(base64.b64decode(document)))}
+            else:
                 answer = _answer(renderer, *request)
-            except (TemplateRefusalError, InvalidTemplateError) as error:
-                answer = {type(error).__name__: str(error)}
+        except (TemplateRefusalError, InvalidTemplateError) as error:
+            answer = {type(error).__name__: str(error)}
         answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
+
+
+def _renderer(
+    most_steps: int, source: str | None = None, variables: Mapping[str, Any] = MappingProxyType({}), today: str = ""
+) -> Renderer | TaskRenderer:
+    if source is None:
+        return TaskRenderer(most_steps)
+    return Renderer(source, variables, date.fromisoformat(today), most_steps)
 
 
 def _answer(

@@ -1,56 +1,40 @@
 """Find tasks of lm-evaluation-harness, and run them on a model."""
 
 import contextlib
-import io
-import logging
 import math
-import os
 import random
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import datasets
-import lm_eval.api.metrics
-import lm_eval.api.registry
-import lm_eval.api.task
-import lm_eval.utils
 import numpy as np
 import yaml
-from jinja2 import BaseLoader, StrictUndefined
-from jinja2.sandbox import SandboxedEnvironment
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
+from llama_core.data.rendering import InvalidTemplateError, TemplateRefusalError
 from llama_core.data.task_folder import Values, plain_tasks
 from llama_core.errors import ConfigError, DataError, HubError, TrainingInfraError, did_you_mean, safe
 from llama_core.records.evaluations import TaskScore
 from llama_core.training.harness import SEED, HarnessModel
+from llama_core.training.harness_limits import PROGRAMS, ProgramError, known_metrics_only, limit_patterns, quiet
 from llama_core.training.task_code import executes_text
-from llama_core.training.task_data import checked_data
 
 NUM_RESAMPLES = 100
 """Draws of the bootstrap, which gives the standard error of a metric that is no mean; a mean's is computed exactly."""
 CODE = "which would be executed; read it, and allow it with --allow-task-code"
 """The end of every refusal to execute something from outside."""
-_PLAIN = (str, bytes, int, float, list, tuple, dict, set, date)
-"""Types of the values that documents hold."""
-PROGRAMS = "evaluate"
-"""The package that fetches metrics from the Hub, and executes them."""
 
 
 class Tasks:
     """Tasks by the names that a user gave, with their data sets.
 
     Nothing that comes with a task from outside this machine's packages is executed unless ``allow_code``: templates run
-    in a sandbox, metrics that are programs of the Hub are refused, and of ``folder`` the harness gets the values that
-    ``data.task_folder`` has checked. Installed tasks that execute text are refused, too.
+    in a sandbox with limits, metrics that are programs of the Hub are refused, and of ``folder`` the harness gets the
+    values that ``data.task_folder`` has checked. Installed tasks that execute text are refused, too.
 
     Args:
         names: names of tasks, groups or tags.
@@ -85,6 +69,8 @@ class Tasks:
             for task in loaded["tasks"].values():
                 self._check(name, task)
                 _set_fewshot(task, num_fewshot, tell)
+                if not allow_code:
+                    limit_patterns(task)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -237,7 +223,7 @@ def _is_whole(manager: TaskManager, name: object, above: Sequence[object] = ()) 
 
 
 def _load(manager: TaskManager, name: str, allow_code: bool) -> dict[str, Any]:
-    with _known_metrics_only() if not allow_code else contextlib.nullcontext():
+    with known_metrics_only() if not allow_code else contextlib.nullcontext():
         try:
             loaded: dict[str, Any] = manager.load([name])
         except TrainingInfraError:
@@ -261,8 +247,8 @@ def _cannot_load(name: str, error: BaseException, data: str) -> TrainingInfraErr
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    if isinstance(error, _ProgramError) or any(isinstance(one, ImportError) and one.name == PROGRAMS for one in causes):
-        which = f" {error.args[0]!r}" if isinstance(error, _ProgramError) else ""
+    if isinstance(error, ProgramError) or any(isinstance(one, ImportError) and one.name == PROGRAMS for one in causes):
+        which = f" {error.args[0]!r}" if isinstance(error, ProgramError) else ""
         return ConfigError(f"task {name!r} has a metric{which} that is a program of the Hub, {CODE}")
     kinds = {type(one).__module__.partition(".")[0] for one in causes}
     of_network = kinds & {"huggingface_hub", "httpx", "httpcore", "requests", "urllib3", "aiohttp"}
@@ -281,6 +267,8 @@ def _in_words(error: BaseException) -> str:
         first = first.__cause__
     because = "" if first is error else f", because of {_in_words(first)}"
     text = safe(str(error).strip())
+    if isinstance(error, TemplateRefusalError | InvalidTemplateError):
+        return f"a template of it: {text}"
     if isinstance(error, KeyError):
         return f"there is nothing called {text} ({type(error).__name__}){because}"
     if not text and error.__traceback__ is not None:
@@ -331,119 +319,6 @@ def _scores(results: Mapping[str, Any]) -> Iterator[TaskScore]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.number) and math.isfinite(value)
-
-
-@contextlib.contextmanager
-def quiet(*, allow_code: bool) -> Iterator[None]:
-    """Inside the block, the harness and its libraries write nothing to the terminal.
-
-    Without ``allow_code``, templates of tasks run in a sandbox, and metrics that are programs cannot be fetched. With
-    it they can, but not from the current folder, where the libraries look first.
-    """
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
-    levels = [logger.level for logger in loggers]
-    environment = lm_eval.utils.env
-    bars = datasets.are_progress_bars_disabled()
-    before = os.environ.get("DISABLE_MULTIPROC")
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    os.environ["DISABLE_MULTIPROC"] = "1"  # a bootstrap in this process
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-            stack.enter_context(checked_data(allow_code=allow_code))
-            if not allow_code:
-                lm_eval.utils.env = _sandbox(environment.filters)
-                stack.enter_context(_not_importable(PROGRAMS))
-            elif find_spec(PROGRAMS) is not None:
-                stack.enter_context(_no_metric_of_current_folder())
-            yield
-    finally:
-        lm_eval.utils.env = environment
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if not bars:
-            datasets.enable_progress_bars()
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
-
-
-class _Sandbox(SandboxedEnvironment):
-    """Lets templates use the attributes of plain values alone.
-
-    Documents of some data sets are objects: a template could have an image save itself, anywhere.
-    """
-
-    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        is_plain = obj is None or isinstance(obj, _PLAIN) or type(obj).__module__.startswith("jinja2.")
-        return is_plain and super().is_safe_attribute(obj, attr, value)
-
-
-def _sandbox(filters: Mapping[str, Any]) -> SandboxedEnvironment:
-    sandbox = _Sandbox(loader=BaseLoader(), undefined=StrictUndefined, keep_trailing_newline=True)
-    sandbox.filters["regex_replace"] = filters["regex_replace"]
-    return sandbox
-
-
-class _ProgramError(Exception):
-    """A metric, by its name, that is not among those of the harness."""
-
-
-@contextlib.contextmanager
-def _known_metrics_only() -> Iterator[None]:
-    """Inside the block, a task with a metric that is not the harness's own raises ``_ProgramError``."""
-    find = lm_eval.api.task.get_metric
-
-    def find_known(name: str, is_program: bool = False) -> Any:
-        if is_program or name not in lm_eval.api.registry.metric_registry:
-            raise _ProgramError(name)
-        return find(name)
-
-    lm_eval.api.task.get_metric = find_known
-    try:
-        yield
-    finally:
-        lm_eval.api.task.get_metric = find
-
-
-@contextlib.contextmanager
-def _not_importable(name: str) -> Iterator[None]:
-    """Inside the block, importing a package is an ``ImportError``."""
-    before = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
-
-
-@contextlib.contextmanager
-def _no_metric_of_current_folder() -> Iterator[None]:
-    """Inside the block, a metric with the name of something in the current folder is refused."""
-    import evaluate  # takes a second
-
-    load = evaluate.load
-
-    def load_of_hub(path: str, *args: Any, **settings: Any) -> Any:
-        if not Path(path).is_absolute() and Path(path).exists():
-            raise ConfigError(
-                f"metric {path!r}: the current folder holds {path}, which would be executed in place of the Hub's; "
-                "run the command in another folder"
-            )
-        return load(path, *args, **settings)
-
-    evaluate.load = load_of_hub
-    try:
-        yield
-    finally:
-        evaluate.load = load
 
 
 @contextlib.contextmanager

@@ -226,8 +226,12 @@ REFUSED = {
         "mine.yaml: metric: someone/metric may execute code",
     ),
     "no file": ({"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}, [], "task 'mine' cannot be loaded: "),
-    "template": ({"doc_to_text": HIDDEN}, [], "task 'mine' cannot be loaded: SecurityError"),
-    "column": ({"doc_to_text": "{{ nothing }}"}, [], "task 'mine' cannot be loaded: UndefinedError"),
+    "template": ({"doc_to_text": HIDDEN}, [], "task 'mine' cannot be loaded: a template of it: access to attribute"),
+    "column": (
+        {"doc_to_text": "{{ nothing }}"},
+        [],
+        "task 'mine' cannot be loaded: a template of it: 'nothing' is undefined",
+    ),
     "too many": ({}, ["--num-fewshot", 50], "task 'mine' does not work: "),
     "code": ({"unsafe_code": True}, [], "mine.yaml: unsafe_code may execute code"),
 }

@@ -5,6 +5,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 import datasets
@@ -15,15 +16,17 @@ import lm_eval.utils
 import pytest
 import yaml
 from harness_folders import TASKS, make_tasks
-from jinja2.exceptions import SecurityError, UndefinedError
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import filter_registry, metric_registry
 from lm_eval.config.task import FewshotConfig, TaskConfig
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from llama_core.data import task_folder
-from llama_core.errors import ConfigError
-from llama_core.training import harness_tasks
-from llama_core.training.harness_tasks import Tasks, quiet
+from llama_core.data import rendering, task_folder
+from llama_core.data.rendering import TemplateRefusalError
+from llama_core.errors import ConfigError, DataError
+from llama_core.training import harness_limits, harness_tasks
+from llama_core.training.harness_limits import quiet
+from llama_core.training.harness_tasks import Tasks
 from llama_core.training.task_code import INSTALLED, executing_line
 from llama_core.training.task_data import checked_data
 
@@ -111,7 +114,7 @@ def test_installed_tasks_that_execute_text_are_known_by_their_code(file, line):
     assert bool(found) is bool(line)
 
 
-def test_a_document_that_is_an_object_is_told_to_do_nothing(tmp_path, mark):
+def test_a_document_that_is_an_object_is_given_to_no_template(tmp_path, mark):
     """An image would save itself as any file, such as ``~/.bashrc``."""
 
     class Picture:
@@ -129,7 +132,7 @@ def test_a_document_that_is_an_object_is_told_to_do_nothing(tmp_path, mark):
             "{{ '{0.size}'.format(image) }}",
             "{{ image.__class__ }}",
         ):
-            with pytest.raises((SecurityError, UndefinedError)):
+            with pytest.raises(TemplateRefusalError, match="holds a Picture, which no template is given"):
                 render(template, {"image": Picture()})
         assert not mark.exists()
         plain = {"text": "a b", "answers": ["x"], "more": {"of": 1.5}, "nothing": None}
@@ -283,3 +286,41 @@ def test_a_folder_of_data_that_has_other_files_read_is_refused(tmp_path, name, m
         pytest.raises(ConfigError, match=f"{re.escape(name)} may have other files read"),
     ):
         datasets.load_dataset(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1,000,000 steps"),
+        ("{{ 9**(9**9) }}", "the result of \\*\\* is too large"),
+        ("{{ 'a' | center(10**11) }}", "it takes more than 2 GiB of memory"),
+        ("{{ ('a' * 40 ~ 'b') | regex_replace('(a|a)*c', '') }}", "it takes more than 1 s"),
+        ("{{ a.b }}", "'a' is undefined"),
+        ("{{ a", "unexpected end of template"),
+        ("{{ ''.__class__ }}", "attribute '__class__' of 'str' object is unsafe"),
+    ],
+)
+def test_a_template_of_a_task_has_limits_of_time_and_memory(monkeypatch, template, says):
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 1)
+    with quiet(allow_code=False):
+        with pytest.raises((TemplateRefusalError, rendering.InvalidTemplateError), match=says):
+            lm_eval.utils.apply_template(template, {})
+        document = {"day": date(2026, 1, 31), "answers": [b"x", 1.5, None], "by_number": {7: "seven"}}
+        template = "{{ day.year ~ answers[1] ~ by_number[7] }}{{ ' a-b' | regex_replace('-', '+') }}\n"
+        assert lm_eval.utils.apply_template(template, document) == "20261.5seven a+b\n"
+
+
+def test_the_patterns_of_a_task_have_a_limit_of_time(tmp_path, monkeypatch):
+    """The harness searches with them in what the model writes, and in what the documents hold."""
+    steps = [{"function": "regex", "regex_pattern": "(a|a)*c"}, {"function": "take_first"}]
+    metric = {"metric": "exact_match", "regexes_to_ignore": ["(a|a)*c"]}
+    asked = {"doc_to_text": "{{question}}", "doc_to_target": "aaaa", "output_type": "generate_until"}
+    own = asked | {"filter_list": [{"name": "slow", "filter": steps}], "metric_list": [metric]}
+    tasks = Tasks(["slow"], folder=make_tasks(tmp_path / "tasks", {"slow": own}))
+    (task,) = tasks._by_name["slow"]["tasks"].values()
+    answer = Instance("generate_until", {}, ("?", {}), 0, resps=["a" * 40])
+    monkeypatch.setattr(harness_limits, "PATTERN_SECONDS", 0.2)
+    for work in (task.apply_filters, lambda: task.process_results({"question": "?"}, ["a" * 40])):
+        task._instances = [answer]
+        with pytest.raises(DataError, match=r"task 'slow': its filters or metrics take more than 1\.2 s on an answer"):
+            work()

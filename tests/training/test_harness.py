@@ -12,7 +12,8 @@ from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.training.harness import HarnessModel
-from llama_core.training.harness_tasks import Tasks, quiet
+from llama_core.training.harness_limits import quiet
+from llama_core.training.harness_tasks import Tasks
 from llama_core.training.weights import whole_model
 
 CLOSE = {"rel": 1e-4, "abs": 1e-4}
