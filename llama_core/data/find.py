@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llama_core.data.file_kinds import beside, index_of, kind_of, known_kinds
 from llama_core.data.remote import RemotePath, path_of
-from llama_core.data.source_file import SourceFile, accessing
+from llama_core.data.source_file import Place, SourceFile, accessing
 from llama_core.data.splits import OF_DATASETS, is_held_out, not_of_data_sets
 from llama_core.data.undivided import has_llmc_header
 from llama_core.errors import DataError
@@ -82,13 +82,13 @@ def find_files(*paths: str, held_out: bool = False) -> FoundFiles:
     for source in paths:
         path = path_of(source)
         with accessing(path):
-            found, others = _look(path, held_out=held_out)
+            folder, found, others = _look(path, held_out=held_out)
             left_out += others
             for file in found:
                 if file in taken:
                     repeated.append(file)
                 else:
-                    taken[file] = _as_found(file)
+                    taken[file] = _as_found(file, folder)
     return FoundFiles(tuple(taken.values()), tuple(left_out), tuple(repeated))
 
 
@@ -97,8 +97,8 @@ def is_data_file(file: Path) -> bool:
     return not file.name.startswith(".") and not _why_not_by_name(file)
 
 
-def _look(path: Path, *, held_out: bool) -> tuple[list[Path], list[LeftOut]]:
-    """Return the files of one path, and what is left out below it."""
+def _look(path: Path, *, held_out: bool) -> tuple[Path | None, list[Path], list[LeftOut]]:
+    """Return the folder of one path, its files, and what is left out; no folder if the path is that of a file."""
     folder = path
     if path.is_dir():
         found = sorted(_walk(path))
@@ -110,7 +110,7 @@ def _look(path: Path, *, held_out: bool) -> tuple[list[Path], list[LeftOut]]:
             raise DataError(f"data source {str(path)!r} is {why}; copy it to this machine")
         if _lacks_index(path) and not _may_lack_index(path):
             raise DataError(f"data source {str(path)!r} is {_WITHOUT_INDEX}: {index_of(path)} does not exist")
-        return [path], []
+        return None, [path], []
     elif has_magic(str(path)):
         folder, pattern = _divided(path)
         found = sorted(_matches(folder, pattern))
@@ -130,7 +130,7 @@ def _look(path: Path, *, held_out: bool) -> tuple[list[Path], list[LeftOut]]:
         only = f"; left out {_described(left_out)}" if left_out else ""
         raise DataError(f"{where} no {known_kinds()}{only}")
     not_asked = _of_other_splits(files, folder, held_out=held_out)
-    return _without(files, not_asked), [*left_out, *not_asked]
+    return folder, _without(files, not_asked), [*left_out, *not_asked]
 
 
 def _without(files: Sequence[Path], left_out: Sequence[LeftOut]) -> list[Path]:
@@ -154,10 +154,11 @@ def _why_not(file: Path, folder: Path) -> str:
     why = _why_not_by_name(file) or _only_local(file)
     if not why and _lacks_index(file) and not (_may_lack_index(file) and file.is_file() and has_llmc_header(file)):
         why = _WITHOUT_INDEX  # others also write .bin, such as weights of a model
-    if why or not _is_document(file):
+    if why or isinstance(file, RemotePath):
         return why
-    # any file is a text: whoever made the folder could put one of yours into the model
-    return "" if _belongs(file, folder) else "behind a link out of the folder"
+    index = index_of(file)
+    parts = [file] if index is None or not index.exists() else [file, index]
+    return "" if all(_is_given(part, folder, file) for part in parts) else "behind a link out of the folder"
 
 
 def _why_not_by_name(file: Path) -> str:
@@ -185,12 +186,45 @@ def _may_lack_index(file: Path) -> bool:
     return kind is not None and kind.may_lack_index
 
 
-def _belongs(file: Path, folder: Path) -> bool:
-    """Return whether a file is below the folder wherever links lead, or in a data set of Hugging Face's cache."""
+def _is_given(file: Path, folder: Path, data: Path) -> bool:
+    """Return whether who made a folder may give a file of it to others.
+
+    It is below the folder wherever links lead, or in a data set of Hugging Face's cache. A file of records may also be
+    elsewhere, if whoever made the links owns it, or has made them for themselves. But any file is a text, and the ids
+    of one: even links of one's own, which an archive may have held, could put a private file into the model.
+
+    Args:
+        file: the file, or its index.
+        folder: where it was found.
+        data: the file of the data.
+    """
     target = file.resolve()
-    return target.is_relative_to(folder.resolve()) or any(
-        parent.name in _IN_CACHE and parent.parent.name.startswith("datasets--") for parent in target.parents
+    kind = kind_of(data)
+    if _root(target, folder) is not None:
+        return True
+    if kind is None or kind.is_document or kind.is_mapped:
+        return False
+    places = (file, *file.parents[: len(file.relative_to(folder).parts) - 1])
+    owners = {place.lstat().st_uid for place in places if place.is_symlink()}
+    return owners <= {os.geteuid(), 0} or owners == {target.stat().st_uid}
+
+
+def _root(target: Path, folder: Path) -> Path | None:
+    """Return the folder in which a file is, without links: the source's, or that of a data set in the Hub's cache."""
+    if target.is_relative_to(folder.resolve()):
+        return folder.resolve()
+    in_cache = (
+        parent for parent in target.parents if parent.name in _IN_CACHE and parent.parent.name.startswith("datasets--")
     )
+    return next(in_cache, None)
+
+
+def _place(file: Path, folder: Path | None) -> Place | None:
+    """Return where a file of a folder is; None if it is named, or elsewhere than on this machine."""
+    if folder is None or isinstance(file, RemotePath):
+        return None
+    target = file.resolve()
+    return Place(target, _root(target, folder) or target.parent)
 
 
 def _is_document(file: Path) -> bool:
@@ -198,13 +232,19 @@ def _is_document(file: Path) -> bool:
     return kind is not None and kind.is_document
 
 
-def _as_found(path: Path) -> SourceFile:
-    found = path.as_listed() if isinstance(path, RemotePath) else path.stat()
+def _as_found(path: Path, folder: Path | None) -> SourceFile:
+    place = _place(path, folder)
+    if isinstance(path, RemotePath):
+        found = path.as_listed()
+    elif place is None:
+        found = path.stat()
+    else:
+        found = place.file.lstat()
     if not stat.S_ISREG(found.st_mode):  # such as a pipe, where reading would wait
         raise DataError(f"{path} is not a regular file; write the data into a file")
     index = index_of(path)
-    index_file = None if index is None or not index.exists() else _as_found(index)
-    return SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, index_file)
+    index_file = None if index is None or not index.exists() else _as_found(index, folder)
+    return SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, index_file, place)
 
 
 def _divided(path: Path) -> tuple[Path, str]:

@@ -1,13 +1,14 @@
-"""Parquet and Arrow files: a record a row, of the columns that a format may read."""
+"""Parquet and Arrow files: a record a row, of the columns that a format may read.
+
+They are read, not mapped: if a file were cut short meanwhile, that would be fatal.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from llama_core.data.formats import FieldNames, choice_of_field, what_is_missing
 from llama_core.data.raw_record import RawRecord
-from llama_core.data.remote import RemotePath
 from llama_core.data.source_file import Digest, SourceFile, take_all
 from llama_core.errors import DataError
 
@@ -26,7 +27,7 @@ def parquet_records(file: SourceFile, names: FieldNames, content: Digest | None)
     if content is not None:  # the columns are not read in order
         take_all(file, content)
     try:
-        with _opened(file.path) as source, pq.ParquetFile(source) as table:
+        with pa.PythonFile(file.open()) as source, pq.ParquetFile(source) as table:
             columns = _columns(file, table.schema_arrow, names)
             unread = _others(table.schema_arrow, columns)
             number = 0
@@ -51,7 +52,7 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
     if content is not None:
         take_all(file, content)
     try:
-        with _opened(file.path) as source:
+        with pa.PythonFile(file.open()) as source:
             batches = _batches(source)
             number = 0
             for batch in batches:
@@ -65,13 +66,6 @@ def arrow_records(file: SourceFile, names: FieldNames, content: Digest | None) -
                     yield RawRecord(f":{number}", position, partial(_row, columns, values), True, unread)
     except pa.ArrowException as error:
         raise DataError(f"{file.path} is not a readable Arrow file: {' '.join(str(error).split())}") from None
-
-
-def _opened(path: Path) -> Any:
-    """Return a file for Arrow. One here is read, not mapped: if it were cut short meanwhile, that would be fatal."""
-    import pyarrow as pa
-
-    return pa.PythonFile(path.open("rb")) if isinstance(path, RemotePath) else pa.OSFile(str(path))
 
 
 def _batches(source: Any) -> Iterator[Any]:

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import SEEK_SET, BufferedReader, RawIOBase
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, NamedTuple, Protocol, cast
 
+from llama_core.data.remote import RemotePath
 from llama_core.errors import DataError
+from llama_core.records.files import open_file
 from llama_core.units import MIB, format_bytes
 
 MOST_BYTES_OF_RECORD = 256 * MIB
@@ -33,11 +35,36 @@ class SourceFile:
     """When the kernel last saw a change of contents, name or rights; nobody can set it."""
     index: "SourceFile | None" = None
     """The file beside it that says where its documents are, if its kind has one."""
+    place: "Place | None" = None
+    """Where it is, if it was found in a folder; None if somebody named it, and links are their own."""
 
     @property
     def parts(self) -> tuple["SourceFile", ...]:
         """It and its index."""
         return (self,) if self.index is None else (self, self.index)
+
+    def open(self) -> IO[bytes]:
+        """Open it for reading, where it was found.
+
+        Raises:
+            OSError: if it cannot be opened, or somebody has put a link in its place since.
+        """
+        if isinstance(self.path, RemotePath):
+            return self.path.open("rb")
+        return open_file(self.path) if self.place is None else self.place.open()
+
+
+class Place(NamedTuple):
+    """Where a file of a folder is, without a link on the way."""
+
+    file: Path
+    """The path to which links lead."""
+    below: Path
+    """The folder below which no link is followed any more: somebody could put one there meanwhile."""
+
+    def open(self) -> BufferedReader:
+        """Open the file; raises ``OSError`` as ``open_file``."""
+        return open_file(self.file, self.below)
 
 
 def total_bytes(files: Iterable[SourceFile]) -> int:
@@ -107,7 +134,7 @@ def opened(file: SourceFile, content: Digest | None) -> Iterator[Stream]:
     Raises:
         DataError: if it cannot be decompressed, or has another size than before.
     """
-    with BufferedReader(_Tapped(file.path, content), MIB) as raw:
+    with BufferedReader(_Tapped(file, content), MIB) as raw:
         compression = compression_of(file.path)
         if compression is None:
             yield Stream(raw, raw)
@@ -140,8 +167,8 @@ def too_large(location: str, what: str) -> DataError:
 class _Tapped(RawIOBase):
     """A file whose bytes also go into a digest, as they are read."""
 
-    def __init__(self, path: Path, content: Digest | None) -> None:
-        self._file = path.open("rb", buffering=0)
+    def __init__(self, file: SourceFile, content: Digest | None) -> None:
+        self._file: Any = file.open()
         self._content = content
 
     def readable(self) -> bool:
@@ -151,17 +178,17 @@ class _Tapped(RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = SEEK_SET, /) -> int:
-        return self._file.seek(offset, whence)
+        return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
-        return self._file.tell()
+        return int(self._file.tell())
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
     def readinto(self, buffer: Any) -> int | None:
-        num_read = self._file.readinto(buffer)
+        num_read: int = self._file.readinto(buffer)
         if self._content is not None:
             self._content.update(memoryview(buffer)[:num_read])
         return num_read
@@ -171,7 +198,7 @@ def take_all(file: SourceFile, content: Digest) -> None:
     """Give every byte of a file and of its index to ``content``."""
     block = bytearray(MIB)
     for part in file.parts:
-        with _Tapped(part.path, content) as stream:
+        with _Tapped(part, content) as stream:
             while stream.readinto(block):
                 pass
 

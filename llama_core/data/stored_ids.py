@@ -3,13 +3,13 @@
 A file that is mapped into memory ends the process if it is cut short meanwhile; one that is read gives an error.
 """
 
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from llama_core.data.source_file import SourceFile
 from llama_core.errors import DataError
 
 
@@ -17,7 +17,7 @@ class StoredIds:
     """The ids of a file, of which slices are read; a context, which closes the file at its end.
 
     Args:
-        path: the file.
+        file: the file.
         dtype: the type of the ids.
         offset: the bytes before the first one.
         number: how many there are; by default as many as the file holds.
@@ -27,19 +27,20 @@ class StoredIds:
         DataError: if it does not hold whole ids.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], offset: int = 0, number: int | None = None) -> None:
-        self.path = path
+    def __init__(self, file: SourceFile, dtype: np.dtype[Any], offset: int = 0, number: int | None = None) -> None:
+        self.path = file.path
         self.dtype = dtype
         self._offset = offset
         if number is None:
-            size = path.stat().st_size - offset
+            size = file.num_bytes - offset
             if size % dtype.itemsize:
                 raise DataError(
-                    f"{path} has {size:,} bytes of ids, which are no whole numbers of {dtype.itemsize}; copy it again"
+                    f"{file.path} has {size:,} bytes of ids, which are no whole numbers of {dtype.itemsize}; copy it "
+                    "again"
                 )
             number = size // dtype.itemsize
         self._number = number
-        self._file = path.open("rb")
+        self._file = file.open()
 
     def __enter__(self) -> Self:
         return self

@@ -47,7 +47,7 @@ def datatrove_records(file: SourceFile, names: FieldNames, content: Digest | Non
     Raises:
         DataError: if the index does not fit the file.
     """
-    index = datatrove_index(file.path)
+    index = _index(file)
     ends = _array(index, "<u8").astype(np.int64)
     num_tokens = int(ends[-1]) if len(ends) else 0
     itemsize = file.num_bytes / max(1, num_tokens)
@@ -63,31 +63,31 @@ def megatron_records(file: SourceFile, names: FieldNames, content: Digest | None
     Raises:
         DataError: if the index is not Megatron's, or does not fit the file.
     """
-    index = megatron_index(file.path)
-    with index.open("rb") as opened:
+    index = _index(file)
+    with index.open() as opened:
         header = opened.read(_HEADER.size)
     magic, version, code, num_sequences, num_bounds = _HEADER.unpack(header.ljust(_HEADER.size, b"\0"))
     if (magic, version) != (_MEGATRON, _MEGATRON_VERSION) or code not in _MEGATRON_TYPES:
-        raise DataError(f"{file.path}: {index.name} is no index of Megatron's (MMIDIDX, version 1, integers)")
+        raise DataError(f"{file.path}: {index.path.name} is no index of Megatron's (MMIDIDX, version 1, integers)")
     dtype = np.dtype(_MEGATRON_TYPES[code])
     stored = _array(index, "<u1")[_HEADER.size :]
     if len(stored) != 12 * num_sequences + 8 * num_bounds:
         raise DataError(
-            f"{file.path}: {index.name} has other bytes than its {num_sequences:,} sequences take; copy it again"
+            f"{file.path}: {index.path.name} has other bytes than its {num_sequences:,} sequences take; copy it again"
         )
     lengths, offsets, bounds = np.split(stored, [4 * num_sequences, 12 * num_sequences])
     ends = (offsets.view("<i8") // dtype.itemsize) + lengths.view("<i4")
     begins = offsets.view("<i8") // dtype.itemsize
     sequences = bounds.view("<i8")
     if not _ascend(sequences, num_sequences):
-        raise DataError(f"{file.path}: the documents of {index.name} do not follow each other; copy it again")
+        raise DataError(f"{file.path}: the documents of {index.path.name} do not follow each other; copy it again")
     filled = np.flatnonzero(np.diff(sequences))
     begins = begins[sequences[filled]]
     ends = ends[sequences[filled + 1] - 1]
     if len(ends) and (begins.min() < 0 or (ends < begins).any() or ends.max() > file.num_bytes // dtype.itemsize):
         raise _misfit(file, index, f"a document ends after token {int(ends.max()):,}, of {dtype.itemsize} bytes each")
     if (begins[1:] < ends[:-1]).any():  # a small file would become as many tokens as its index likes
-        raise DataError(f"{file.path}: documents of {index.name} overlap; copy it again")
+        raise DataError(f"{file.path}: documents of {index.path.name} overlap; copy it again")
     yield from _documents(file, names, content, dtype.str, begins, ends)
 
 
@@ -109,16 +109,21 @@ def _documents(  # noqa: PLR0917 - what is read, and where in it
     if content is not None:
         take_all(file, content)
     field = names[INPUT_IDS]
-    with StoredIds(file.path, np.dtype(dtype)) as tokens:
+    with StoredIds(file, np.dtype(dtype)) as tokens:
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
             position = file.num_bytes * number // len(ends)
             yield RawRecord(f":{number}", position, already_read({field: tokens[begin:end]}))
 
 
-def _array(path: Path, dtype: str) -> npt.NDArray[Any]:
-    with StoredIds(path, np.dtype(dtype)) as numbers:
+def _index(file: SourceFile) -> SourceFile:
+    assert file.index is not None, "find_files leaves out a file without the index of its kind"
+    return file.index
+
+
+def _array(file: SourceFile, dtype: str) -> npt.NDArray[Any]:
+    with StoredIds(file, np.dtype(dtype)) as numbers:
         return numbers[:]
 
 
-def _misfit(file: SourceFile, index: Path, what: str) -> DataError:
-    return DataError(f"{file.path} has {file.num_bytes:,} bytes, but by {index.name} {what}; copy both again")
+def _misfit(file: SourceFile, index: SourceFile, what: str) -> DataError:
+    return DataError(f"{file.path} has {file.num_bytes:,} bytes, but by {index.path.name} {what}; copy both again")

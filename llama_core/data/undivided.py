@@ -10,7 +10,7 @@ in llm.c.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from llama_core.data.source_file import MOST_BYTES_OF_RECORD, Digest, SourceFile
 from llama_core.data.stored_ids import StoredIds
 from llama_core.data.tokenizer import Tokenizer, token_dtype
 from llama_core.errors import DataError
+from llama_core.records.files import open_file
 from llama_core.units import format_bytes
 
 _NUMPY = b"\x93NUMPY"
@@ -77,13 +78,13 @@ def undivided_records(
 
 def has_llmc_header(path: Path) -> bool:
     """Return whether a file begins like those of llm.c."""
-    return _llmc_header(path) is not None
+    with open_file(path) as opened:
+        return _llmc_header(opened) is not None
 
 
-def _llmc_header(path: Path) -> tuple[np.dtype[Any], int] | None:
+def _llmc_header(opened: IO[bytes]) -> tuple[np.dtype[Any], int] | None:
     """Return the type and the number of the ids of a file of llm.c; None if it is none."""
-    with path.open("rb") as opened:
-        header = np.frombuffer(opened.read(4 * _LLMC_HEADER).ljust(4 * _LLMC_HEADER, b"\0"), "<i4")
+    header = np.frombuffer(opened.read(4 * _LLMC_HEADER).ljust(4 * _LLMC_HEADER, b"\0"), "<i4")
     magic, version, num_tokens = header[:3].tolist()
     dtype = _LLMC_TYPES.get((magic, version))
     return None if dtype is None or header[3:].any() else (np.dtype(dtype), num_tokens)
@@ -91,10 +92,12 @@ def _llmc_header(path: Path) -> tuple[np.dtype[Any], int] | None:
 
 def _ids(file: SourceFile, layout: TokenLayout) -> _Ids:
     path = file.path
-    with path.open("rb") as opened:
+    with file.open() as opened:
         if opened.read(len(_NUMPY)) == _NUMPY:
-            return _Ids(_numpy_ids(path), is_typed=True)
-    llmc = _llmc_header(path)
+            opened.seek(0)
+            return _Ids(_numpy_ids(file, opened), is_typed=True)
+        opened.seek(0)
+        llmc = _llmc_header(opened)
     if llmc is not None:
         of_header, num_tokens = llmc
         expected = 4 * _LLMC_HEADER + num_tokens * of_header.itemsize
@@ -103,27 +106,34 @@ def _ids(file: SourceFile, layout: TokenLayout) -> _Ids:
                 f"{path} has {file.num_bytes:,} bytes, but {expected:,} by its header of llm.c, which gives "
                 f"{num_tokens:,} tokens; copy it again"
             )
-        return _Ids(StoredIds(path, of_header, 4 * _LLMC_HEADER), is_typed=True)
+        return _Ids(StoredIds(file, of_header, 4 * _LLMC_HEADER), is_typed=True)
     dtype = layout.dtype
     if file.num_bytes % dtype.itemsize:
         raise DataError(
             f"{path} has {file.num_bytes:,} bytes, which are no whole numbers of {dtype.itemsize}; copy it again, or "
             f"set data.token_dtype={_other(dtype)} if it holds such ids"
         )
-    return _Ids(StoredIds(path, dtype), is_typed=False)
+    return _Ids(StoredIds(file, dtype), is_typed=False)
 
 
-def _numpy_ids(path: Path) -> StoredIds:
+def _numpy_ids(file: SourceFile, opened: IO[bytes]) -> StoredIds:
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)  # only to have its header read
-    except ValueError as error:
-        raise DataError(f"{path} is not a readable array of NumPy: {' '.join(str(error).split())}") from None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+        version = np.lib.format.read_magic(opened)
+        shape, _, dtype = headers[version](opened)
+    except (ValueError, KeyError, EOFError, RecursionError):
+        raise DataError(f"{file.path} is not a readable array of NumPy: its header is damaged; copy it again") from None
+    if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(
-            f"{path} is an array of {array.dtype} with {array.ndim} dimensions, not a row of token ids; "
+            f"{file.path} is an array of {dtype} with {len(shape)} dimensions, not a row of token ids; "
             "write integers with one dimension"
         )
-    return StoredIds(path, array.dtype, array.offset, len(array))
+    begin, (number,) = opened.tell(), shape
+    if number < 0 or begin + number * dtype.itemsize > file.num_bytes:
+        raise DataError(
+            f"{file.path} has {file.num_bytes:,} bytes, but {number:,} ids by its header of NumPy; copy it again"
+        )
+    return StoredIds(file, dtype, begin, number)
 
 
 def _documents(file: SourceFile, ids: _Ids, layout: TokenLayout) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,8 @@ from llama_core.data.source_file import COMPRESSIONS
 from llama_core.errors import DataError
 from llama_core.units import MIB
 
+OTHER_USER = 65534
+
 
 def put(*names):
     for name in names:
@@ -143,6 +145,41 @@ def test_a_text_that_is_a_link_out_of_its_folder_is_left_out(here):
     assert found("in/*.txt") == ["in/own.txt"]
     assert found("in/*") == ["in/alias.md", "in/own.txt", "in/records.jsonl"]
     assert found("in/stolen.txt") == ["in/stolen.txt"]
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.bin", "a.ds"])
+def test_ids_behind_a_link_out_of_their_folder_are_left_out(here, name):
+    """Any file is the ids of bytes, if an index says so."""
+    put("private.txt", "in/own.jsonl", "in/a.idx", "in/a.ds.index")
+    Path("in", name).symlink_to("../private.txt")
+    assert found("in") == ["in/own.jsonl"]
+    assert f"1 file behind a link out of the folder ({name})" in notes("in")[0]
+
+
+def test_ids_whose_index_is_behind_a_link_out_of_the_folder_are_left_out(here):
+    put("elsewhere.idx", "in/own.jsonl", "in/a.bin")
+    Path("in/a.idx").symlink_to("../elsewhere.idx")
+    assert found("in") == ["in/own.jsonl"]
+
+
+def test_records_behind_somebody_elses_link_are_left_out_unless_they_are_theirs(here):
+    put("mine.jsonl", "theirs.jsonl", "in/own.jsonl")
+    for name in ("mine", "theirs"):
+        Path(f"in/{name}.jsonl").symlink_to(f"../{name}.jsonl")
+        os.lchown(f"in/{name}.jsonl", OTHER_USER, -1)
+    os.chown("theirs.jsonl", OTHER_USER, -1)
+    assert found("in") == ["in/own.jsonl", "in/theirs.jsonl"]
+    assert notes("in") == ["left out 1 file behind a link out of the folder (mine.jsonl)"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.npy", "a.jsonl", "a.parquet", "a.json"])
+def test_a_file_that_becomes_a_link_after_it_was_found_is_not_read(here, name):
+    put(f"in/{name}", f"private/{name}")
+    (file,) = find_files("in").files
+    Path("in", name).unlink()
+    Path("in", name).symlink_to(f"../private/{name}")
+    with pytest.raises(OSError, match="it is a link"), file.open():
+        pass
 
 
 def test_the_links_of_hugging_faces_cache_are_its_own_files(here):

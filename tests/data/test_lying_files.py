@@ -11,6 +11,7 @@ from pyarrow import ipc
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
 from llama_core.data.check import check_data
+from llama_core.data.source_file import SourceFile
 from llama_core.data.stored_ids import StoredIds
 from llama_core.errors import DataError
 
@@ -102,7 +103,7 @@ def test_an_index_of_datatrove_whose_numbers_wrap_is_refused(tmp_path, ends):
 def test_ids_are_read_and_not_mapped_so_that_a_file_cut_short_is_an_error(tmp_path):
     path = tmp_path / "ids"
     np.arange(5000, dtype="<u2").tofile(path)
-    with StoredIds(path, np.dtype("<u2")) as ids:
+    with StoredIds(SourceFile(path, 10_000, 0, 0), np.dtype("<u2")) as ids:
         assert len(ids) == 5000
         assert ids[10:13].tolist() == [10, 11, 12]
         assert ids[4990:6000].tolist() == list(range(4990, 5000))
