@@ -12,9 +12,10 @@ from llama_core.chain.ends import learnt_template, trains_on_conversations
 from llama_core.chain.generate import own_tokenizer, tokenizer_of
 from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask
 from llama_core.config.run import RunConfig
-from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource
+from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource, paths_of
 from llama_core.data.datasets import batches_of_rows, load_datasets, refuse_other_data, rows_spread_evenly
 from llama_core.data.packing import PackedDataset, pack
+from llama_core.data.remote import is_remote
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
 from llama_core.data.tokenizer import model_tokenizer
@@ -24,7 +25,9 @@ from llama_core.models.pretrained import is_checkpoint
 from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
 from llama_core.records.checkpoints import data_digest, run_of
 from llama_core.records.data_changes import read_data_changes
+from llama_core.records.directory import RunDirectory
 from llama_core.records.held_out import HeldOutRows
+from llama_core.records.owners import other_owner
 
 HELD_OUT = "held-out"
 """What the held-out documents of a run are called that have no name."""
@@ -182,6 +185,7 @@ class LossOnData:
                 f"this run was trained for {config.objective.name} on {config.objective.reads}, which have no loss of "
                 "the next token; name texts or conversations with --data"
             )
+        _refuse_addresses(run_of(weights), config.data)
         held_out = self._held_out_rows(weights, config, length)
         if not held_out:
             raise ConfigError("this run holds no documents out; name data with --data")
@@ -220,8 +224,11 @@ class LossOnData:
         return rows
 
     def _data_of(self, weights: Path, config: RunConfig) -> DataConfig:
-        """Return how data are read: as the run does, with the tokenizer that is asked for."""
-        return config.data.model_copy(update={"tokenizer": tokenizer_of(weights, config, self.tokenizer)})
+        """Return how data are read: as the run does, with the tokenizer that is asked for, and into a cache of ours."""
+        changed: dict[str, Any] = {"tokenizer": tokenizer_of(weights, config, self.tokenizer)}
+        if is_checkpoint(weights) and other_owner(run_of(weights)) is not None:
+            changed["cache_dir"] = None  # who made the run could read there what we evaluate on
+        return config.data.model_copy(update=changed)
 
     def prepare(self, weights: Path, config: RunConfig, tell: Tell) -> None:
         """Read the rows."""
@@ -266,6 +273,15 @@ class LossOnData:
     def answer(self, record: Mapping[str, Any]) -> Evaluation:
         """Return the loss that a record describes."""
         return Evaluation.from_record(record)
+
+
+def _refuse_addresses(run: RunDirectory, data: DataConfig) -> None:
+    """Refuse to send requests to where somebody else's run says."""
+    owner = other_owner(run)
+    sources = (*data.training_sources.values(), *data.validation_sources.values())
+    addresses = [path for source in sources for path in paths_of(source) if is_remote(path)]
+    if owner is not None and addresses:
+        raise ConfigError(f"{run.path} belongs to {owner}, and its data are at {addresses[0]}; name data with --data")
 
 
 def _most_rows(config: RunConfig, asked: int | None, num_names: int, *, by_default: bool) -> int:

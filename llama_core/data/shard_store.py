@@ -294,7 +294,7 @@ def _building(directory: Path) -> Iterator[Path]:
     with _locked(directory) as lock:
         temporary = lock.with_suffix(_TEMPORARY)
         try:
-            temporary.mkdir()
+            temporary.mkdir(mode=0o700)  # the documents may be private, and tokens spell them
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

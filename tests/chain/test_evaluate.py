@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -193,6 +194,20 @@ def test_a_run_without_named_data_has_one_held_out_loss(drawn, tmp_path, monkeyp
     (one,) = evaluate(run.path, seq_len=SEQ_LEN, num_sequences=3, devices=CPU)
     assert one.data == HELD_OUT
     assert len(one.rows.losses) == 3
+
+
+@pytest.mark.root
+def test_a_run_of_somebody_else_names_neither_the_cache_nor_an_address(drawn, tales, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = {"cache": {"cache_dir": str(tmp_path / "theirs")}, "address": {"source": "http://x/a.jsonl"}}
+    for name, data in settings.items():
+        run = save_run(tmp_path / name, {"data": data}, lambda engine, step: None)
+        os.chown(run.path, 65534, -1)
+    (one,) = evaluate(tmp_path / "cache", data={"tales": str(tales)}, seq_len=SEQ_LEN, num_sequences=1, devices=CPU)
+    assert all(map(math.isfinite, one.rows.losses))
+    assert not (tmp_path / "theirs").exists()
+    with pytest.raises(ConfigError, match=r"belongs to nobody, and its data are at http://x/a\.jsonl; name data with"):
+        evaluate(tmp_path / "address", seq_len=SEQ_LEN, devices=CPU)
 
 
 def test_a_run_on_pairs_of_answers_has_held_out_no_text(tmp_path):

@@ -55,6 +55,13 @@ def plant(entry, folder):
     return planted
 
 
+def test_nobody_else_can_read_tokens(source, tmp_path):
+    """The documents may be private, wherever the cache is."""
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o755)
+    assert not shard(source, folder).path.stat().st_mode & 0o077
+
+
 def test_tokens_of_somebody_else_are_not_trained_on(source, shared, tmp_path):
     planted = plant(shard(source, tmp_path / "private").path, shared)
     assert text(source, shared) == "what the user wrote"
