@@ -9,11 +9,13 @@ somebody updates the cache, so that a request means the same every day, and need
 All of huggingface_hub's variables apply, such as HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN.
 """
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from json import JSONDecodeError
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Self
@@ -277,6 +279,9 @@ def _reason(name: HubName, error: BaseException) -> str:
             status = error.response.status_code
             remedy = f"the token is wrong: {log_in}" if status in {401, 403} else "try again later"
             reason = f"cannot be had: {where} answers {status}; {remedy}"
+        case OSError(errno=errno.ENAMETOOLONG) | ValueError() if not isinstance(error, JSONDecodeError):
+            what = error.strerror if isinstance(error, OSError) else str(error)
+            reason = f"has a file whose name cannot be used here ({what}); name a folder here"
         case OSError() if is_disk_full(error):
             reason = f"cannot be kept: {no_room(Path(cache))}; set HF_HOME to a folder on a larger disk"
         case PermissionError():

@@ -387,3 +387,11 @@ def test_a_misspelled_file_is_not_looked_for_on_the_hub(hub, tmp_path, capsys):
         assert cli.main(["estimate-memory", "--data", file, "--device", "cpu"]) == 2
         assert f"data source '{file}' does not exist" in capsys.readouterr().err
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["a\0.jsonl", f"{'a' * 300}.jsonl"], ids=["no text", "long"])
+def test_a_repository_with_a_file_that_no_disk_can_hold_is_a_line_about_the_name(hub, tmp_path, name):
+    hub.add("datasets/org/odd", {"fine.jsonl": TEXTS, name: TEXTS})
+    told = refusal(tmp_path, data={"source": "org/odd"})
+    assert told.startswith("org/odd has a file whose name cannot be used here (")
+    assert "cannot be reached" not in told

@@ -207,7 +207,7 @@ def test_a_run_of_somebody_else_names_neither_the_cache_nor_an_address(drawn, ta
     assert all(map(math.isfinite, one.rows.losses))
     assert not (tmp_path / "theirs").exists()
     with pytest.raises(ConfigError, match=r"belongs to nobody, and its data are at http://x/a\.jsonl; name data with"):
-        evaluate(tmp_path / "address", seq_len=SEQ_LEN, devices=CPU)
+        list(evaluate(tmp_path / "address", seq_len=SEQ_LEN, devices=CPU))
 
 
 def test_a_run_on_pairs_of_answers_has_held_out_no_text(tmp_path):
