@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLDERS = (ROOT, ROOT / "llama_core", ROOT / "llama_core" / "planning", ROOT / "reports" / "training_reports")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = (ROOT, *(ROOT / name for name in ("llama_core", "llama_core/planning", "reports/training_reports", "tests")))
 """A page may name a file from any of these, or by its name alone."""
 SOURCES = {path for folder in ROOT.iterdir() if folder.name[0] != "." for path in folder.rglob("*.py")}
 
@@ -25,6 +25,11 @@ def test_every_test_that_a_page_names_exists(page):
     tests = [path for path in SOURCES if path.is_relative_to(ROOT / "tests")]
     defined = {name for path in tests for name in re.findall(r"def (test_\w+)", path.read_text())}
     assert named - defined - {path.stem for path in tests} == set()
+
+
+def test_the_promises_of_security_name_each_test_that_holds_them():
+    named = set(re.findall(r"security/(test_\w+\.py)", (ROOT / "SECURITY.md").read_text()))
+    assert named == {path.name for path in (ROOT / "tests" / "security").glob("test_*.py")}
 
 
 def test_every_run_that_a_command_of_the_readme_reads_is_made_by_a_command_before_it():
