@@ -28,15 +28,6 @@ def other_owner(run: RunDirectory) -> str | None:
     return None
 
 
-def stranger(path: Path) -> str | None:
-    """Return the name of the user who owns a file, if that is neither this user nor root; None if there is no file."""
-    try:
-        owner = path.stat().st_uid
-    except FileNotFoundError:
-        return None
-    return None if owner in {os.getuid(), 0} else account_name(owner)
-
-
 def refuse_foreign(run: RunDirectory, what: str) -> None:
     """Refuse to act on what a run of somebody else records.
 

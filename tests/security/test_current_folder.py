@@ -119,6 +119,10 @@ def test_prefect_takes_no_settings_of_somebody_else(tmp_path, monkeypatch, capsy
     """They can name a server that commands the flow, and even Python functions to call."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text(text)
+    (tmp_path / name).chmod(0o666)
+    assert cli.main(["train", "--flow", "--device", "cpu"]) == 2
+    told = f"{tmp_path / name} can be written by other users, and Prefect would take its settings"
+    assert told in capsys.readouterr().err
     os.chown(tmp_path / name, 65534, -1)
     assert cli.main(["train", "--flow", "--device", "cpu"]) == 2
     assert f"{tmp_path / name} belongs to nobody, and Prefect would take its settings" in capsys.readouterr().err

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.records.files import read_file
-from llama_core.records.owners import stranger
+from llama_core.records.files import open_file, read_file
+from llama_core.records.owners import who_else_may_write
 
 _REPOSITORY = Path(__file__).parents[2]
 
@@ -52,11 +52,20 @@ def _refuse_settings_of_others() -> None:
     """Refuse to start Prefect in a folder where somebody else has put settings for it, which can make it run code."""
     for name in (".env", "prefect.toml", "pyproject.toml"):
         file = Path(name).absolute()
-        owner = stranger(file)
-        if owner and (name != "pyproject.toml" or _has_table_for_prefect(file)):
+        others = _who_else_may_write(file)
+        if others and (name != "pyproject.toml" or _has_table_for_prefect(file)):
             raise EnvironmentMismatchError(
-                f"{file} belongs to {owner}, and Prefect would take its settings; start the flow in another folder"
+                f"{file} {others}, and Prefect would take its settings; start the flow in another folder"
             )
+
+
+def _who_else_may_write(file: Path) -> str:
+    """Return who else may write a file, as a clause after its path; empty if nobody may, or there is no file."""
+    try:
+        with open_file(file) as opened:
+            return who_else_may_write(opened.fileno())
+    except OSError:  # Prefect cannot read it either
+        return ""
 
 
 def _has_table_for_prefect(file: Path) -> bool:
