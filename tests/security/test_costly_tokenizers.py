@@ -1,9 +1,12 @@
 """A tokenizer comes with somebody's weights: it takes no more time or memory than it may, and heeds an interrupt."""
 
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -136,3 +139,24 @@ def test_an_interrupt_ends_a_tokenizer_that_works(tmp_path, arguments, says):
 def seconds_of(process):
     """The time of a core that a process has taken."""
     return process.cpu_times().user
+
+
+def test_a_tokenizer_that_is_gone_leaves_no_thread(tmp_path):
+    def threads():
+        return {thread for thread in threading.enumerate() if thread.name == "tokenizer"}
+
+    before = threads()
+    found = load_tokenizer(written(tmp_path, tokenizer()))
+    assert found.encode_input("ab") == [65, 66]
+    assert threads() > before
+    del found
+    gc.collect()
+    eventually(lambda: threads() <= before)
+
+
+def test_a_tokenizer_works_in_a_process_that_was_forked(tmp_path):
+    found = load_tokenizer(written(tmp_path, tokenizer()))
+    child = os.fork()
+    if not child:
+        os._exit(found.encode_input("ab") != [65, 66])
+    assert os.waitpid(child, 0)[1] == 0
