@@ -177,6 +177,8 @@ def build_shard(
         return recipe.chat.document(content, location, tools)
 
     with _building(directory) as building:
+        if not all(file.is_public for file in files):
+            building.chmod(0o700)  # tokens spell the documents
         tally = Tally()
         documents = read_documents(
             files,
@@ -294,7 +296,7 @@ def _building(directory: Path) -> Iterator[Path]:
     with _locked(directory) as lock:
         temporary = lock.with_suffix(_TEMPORARY)
         try:
-            temporary.mkdir(mode=0o700)  # the documents may be private, and tokens spell them
+            temporary.mkdir()
             yield temporary
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -6,6 +6,7 @@ read must be the same at its end as they were when the files were found.
 
 import gzip
 import hashlib
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,15 @@ class SourceFile:
     def parts(self) -> tuple["SourceFile", ...]:
         """It and its index."""
         return (self,) if self.index is None else (self, self.index)
+
+    @property
+    def is_public(self) -> bool:
+        """Whether every user of this machine may read it."""
+        if isinstance(self.path, RemotePath):
+            return False
+        path = self.path.resolve()
+        folders = (folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)
+        return bool(path.stat().st_mode & stat.S_IROTH) and all(folders)
 
     def open(self) -> IO[bytes]:
         """Open it for reading, where it was found.

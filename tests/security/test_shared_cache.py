@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -55,11 +57,18 @@ def plant(entry, folder):
     return planted
 
 
-def test_nobody_else_can_read_tokens(source, tmp_path):
-    """The documents may be private, wherever the cache is."""
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o755)
-    assert not shard(source, folder).path.stat().st_mode & 0o077
+@pytest.mark.parametrize(("file_mode", "folder_mode"), [(0o600, 0o755), (0o644, 0o700), (0o644, 0o755)])
+def test_whoever_cannot_read_a_file_cannot_read_its_tokens(file_mode, folder_mode):
+    with TemporaryDirectory() as name:  # pytest's are all private
+        Path(name).chmod(0o755)
+        folder = Path(name, "data")
+        folder.mkdir()
+        source = write_jsonl(folder / "data.jsonl", ["what the user wrote"])
+        source.chmod(file_mode)
+        folder.chmod(folder_mode)
+        mode = shard(str(source), Path(name, "cache")).path.stat().st_mode
+    is_public = (file_mode, folder_mode) == (0o644, 0o755)
+    assert bool(mode & 0o077) is is_public
 
 
 def test_tokens_of_somebody_else_are_not_trained_on(source, shared, tmp_path):
