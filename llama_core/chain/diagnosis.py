@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llama_core.chain.runs import load_config, resume_command
+from llama_core.config.recorded import refuse_unrecorded_edits
 from llama_core.config.run import RunConfig
-from llama_core.errors import CheckpointError, RunDirectoryError
+from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import concluded, read_outcome
@@ -143,7 +144,7 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
         _disk(run, config, state, good),
         _metrics(run, state, good),
         *_evaluations(run),
-        *_damaged_records(run),
+        *(list(_damaged_records(run)) or _edited_settings(run, config, state)),  # which reads some of them
         *([Fact("advice", advice)] if advice else []),
         Fact("next", command or "nothing to do"),
     ]
@@ -314,6 +315,16 @@ def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
                 read()
         except RunDirectoryError as error:
             yield Fact("record", str(error), is_problem=True)
+
+
+def _edited_settings(run: RunDirectory, config: RunConfig, state: State) -> Iterator[Fact]:
+    """Yield a line if an edited ``config.yaml`` would make ``train --resume`` refuse the run."""
+    if state in {"running", "finished"}:
+        return
+    try:
+        refuse_unrecorded_edits(run, config)
+    except (ConfigError, RunDirectoryError) as error:
+        yield Fact("settings", str(error), is_problem=True)
 
 
 def _next(

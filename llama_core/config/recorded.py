@@ -9,9 +9,10 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
 from llama_core.records.checkpoints import is_complete, list_checkpoints, recorded_sums
 from llama_core.records.checksums import find_damage
+from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key, read_file
-from llama_core.records.settings_changes import SettingsChange, newest_values
+from llama_core.records.settings_changes import SettingsChange, newest_values, read_settings_changes
 from llama_core.redaction import shell_word
 
 OR_ALLOW_DATA_CHANGE = (
@@ -150,3 +151,14 @@ def refuse_edited(
         f"{OR_CHANGE_ON_RESUME if RECORDED.issuperset(changed) else ''}"
         f"{OR_ALLOW_DATA_CHANGE if all(map(is_of_mixture, changed)) else ''}"
     )
+
+
+def refuse_unrecorded_edits(run: RunDirectory, config: RunConfig) -> None:
+    """Refuse a ``config.yaml`` that differs from a run's newest checkpoint in more than the changes on record.
+
+    Raises:
+        RunDirectoryError: as ``refuse_edited``, or if a record cannot be read.
+    """
+    may_change = changed_on_purpose((), config, read_settings_changes(run))
+    may_change_data = bool(read_data_changes(run).may_follow)
+    refuse_edited(run, config, trained_settings(run), may_change=may_change, may_change_data=may_change_data)

@@ -266,6 +266,19 @@ def test_the_advice_of_the_outcome_comes_before_the_command(run):
     assert texts(diagnose(run), "advice") == ["use a smaller parallel.microbatch_size"]
 
 
+def test_an_edited_configuration_is_told_before_the_resumption_that_it_would_fail(run):
+    newest = run.checkpoints / checkpoint_name(4)
+    shutil.copyfile(run.config, newest / run.config.name)
+    write_manifest(newest, {})
+    end(run, "cancelled")
+    assert problems(diagnose(run)) == []
+    run.config.write_text(RunConfig.from_mapping({"launch": {"device": "cpu"}, "training": {"seq_len": 64}}).to_yaml())
+    (found,) = problems(diagnose(run))
+    assert found[0] == "settings"
+    assert f"{run.config} has changed since {run.path} was trained (training.seq_len is " in found[1]
+    assert f"get the run's settings back with: cp {newest / run.config.name} {run.config}" in found[1]
+
+
 @pytest.mark.parametrize(
     ("recorded", "saved", "problem"),
     [

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import llama_core
 from llama_core.config.hardware import gpu_spec
-from llama_core.config.recorded import changed_on_purpose, refuse_edited, trained_settings
+from llama_core.config.recorded import refuse_unrecorded_edits
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import Datasets
 from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError, WeightsError
@@ -36,10 +36,8 @@ from llama_core.models.bases import refuse_other_base
 from llama_core.models.pretrained import origin_of
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, splits_without_gloo
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
-from llama_core.records.settings_changes import read_settings_changes
 from llama_core.units import MIB, format_bytes
 
 logger = logging.getLogger(__name__)
@@ -227,9 +225,7 @@ def check_settings(run: RunDirectory, config: RunConfig) -> None:
     problem = ""
     if is_first_rank():
         try:
-            may_change_data = bool(read_data_changes(run).may_follow)
-            may_change = changed_on_purpose((), config, read_settings_changes(run))
-            refuse_edited(run, config, trained_settings(run), may_change=may_change, may_change_data=may_change_data)
+            refuse_unrecorded_edits(run, config)
             if config.training.init_from is not None and run.base.exists():
                 refuse_other_base(run, origin_of(Path(config.training.init_from)))
         except (RunDirectoryError, WeightsError) as error:
