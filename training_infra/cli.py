@@ -16,6 +16,7 @@ import io
 from collections.abc import Sequence
 
 from llama_core.errors import ConfigError, RequestError, StoppedError, TrainingInfraError, safe
+from llama_core.log_lines import warnings_on_stderr
 from llama_core.records.files import is_disk_full
 from training_infra.commands import decay, evaluate, planning, runs, sweep, timing, tokenize, train, weights
 from training_infra.lines import print_line
@@ -59,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Treat SIGTERM like Ctrl-C: stop the job with a checkpoint instead of leaving it behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return int(options.command.run(options) or 0)
+        with warnings_on_stderr():
+            return int(options.command.run(options) or 0)
     except TrainingInfraError as error:
         if options.debug:
             raise

@@ -20,9 +20,10 @@ from llama_core.chain.recorded import UnrecordedError, recorded_losses, recorded
 from llama_core.chain.runs import load_config
 from llama_core.chain.tasks import Asked, evaluate_tasks
 from llama_core.config.run import RunConfig
-from llama_core.errors import RankFailedError, RunDirectoryError, TrainingInfraError
+from llama_core.errors import RankFailedError, RunDirectoryError, TrainingInfraError, safe
 from llama_core.launch.jobs.evaluation_jobs import Evaluations, evaluations_of
 from llama_core.launch.jobs.handle import EVALUATOR
+from llama_core.log_lines import warnings_on_stderr
 from llama_core.machine.detect import detect_machine
 from llama_core.planning.evaluation_plan import evaluation_plan
 from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
@@ -218,9 +219,10 @@ def _evaluate_beside_ranks(run: RunDirectory) -> None:
 
 
 def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{safe(line)}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with warnings_on_stderr():
+        sys.exit(main())

@@ -31,6 +31,7 @@ from llama_core.launch.outcome import record_outcome
 from llama_core.launch.places import private_place
 from llama_core.launch.rank.started import started_ranks
 from llama_core.launch.verdict import RESUME
+from llama_core.log_lines import LineFormatter
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import detect_machine
 from llama_core.records.directory import RunDirectory
@@ -216,7 +217,7 @@ def _own_log(run: RunDirectory) -> Iterator[TextIO]:
     with log_path(run, rank).open("a", buffering=1) as log:
         log.write(f"{LOG_HEADER}of this process, rank {rank}, {now()} ===\n")
         to_file = logging.StreamHandler(log)
-        to_file.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        to_file.setFormatter(LineFormatter("%(levelname)s %(message)s"))
         handlers = [to_file] if engine.hasHandlers() else [to_file, Notable(logging.WARNING)]
         for handler in handlers:
             engine.addHandler(handler)

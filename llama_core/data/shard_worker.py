@@ -16,6 +16,7 @@ from llama_core.data.shard_store import build_shard
 from llama_core.data.shard_workers import Order, Start
 from llama_core.data.tokenizer import Tokenizer, model_tokenizer
 from llama_core.errors import DataError, TrainingInfraError
+from llama_core.log_lines import warnings_on_stderr
 from llama_core.records.files import is_disk_full, no_room
 
 
@@ -32,8 +33,9 @@ def main() -> int:
         answers.flush()
 
     try:
-        while (order := _next(orders)) is not None:
-            answer(problem=make(order, lambda num_bytes: answer(num_bytes=num_bytes)))
+        with warnings_on_stderr():
+            while (order := _next(orders)) is not None:
+                answer(problem=make(order, lambda num_bytes: answer(num_bytes=num_bytes)))
     except (BrokenPipeError, KeyboardInterrupt):  # the parent is gone, or somebody has stopped both
         return 1
     return 0

