@@ -83,7 +83,7 @@ def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
         console=say.console,
         transient=True,
     ) as progress:
-        task = progress.add_task("train", total=None, text=f"starting; log in {run.logs}")
+        task = progress.add_task("train", total=None, text=safe(f"starting; log in {run.logs}"))
         length = _Length(run)
         evaluations = _Evaluations(run)
 
@@ -93,7 +93,7 @@ def watch(run: RunDirectory) -> Iterator[Callable[[StepRecord], None]]:
             evaluated = evaluations.newest(record)
             if evaluated is not None and evaluated != before:
                 say("evaluate", f"step {evaluated.step}/{evaluated.total_steps}  {evaluated.held_out}")
-            text = describe_step(record, with_held_out=False)
+            text = safe(describe_step(record, with_held_out=False))
             progress.update(task, total=record.total_steps, completed=record.step, text=text)
 
         yield show
@@ -107,7 +107,10 @@ def count_down(text: str) -> Iterator[Callable[[float], None]]:
         yield lambda left: None
         return
     with Progress(
-        TextColumn("[bold]stopping  "), TextColumn("{task.fields[text]}"), console=say.console, transient=True
+        TextColumn("[bold]stopping  "),
+        TextColumn("{task.fields[text]}", markup=False),
+        console=say.console,
+        transient=True,
     ) as progress:
         task = progress.add_task("stop", total=None, text="")
         yield lambda left: progress.update(task, text=f"{left:.0f} s left")

@@ -17,7 +17,7 @@ from llama_core.data.sample import sample_file
 from llama_core.data.shard_store import Recipe
 from llama_core.data.token_cache import TokenCache, cached_tokens
 from llama_core.data.tokenizer import Tokenizer
-from llama_core.errors import DataError
+from llama_core.errors import DataError, safe
 from llama_core.objectives.traits import Reads
 from llama_core.records.files import cache_directory, is_disk_full, no_room
 from llama_core.records.owners import own_folder
@@ -157,7 +157,7 @@ def _progress(description: str, on_progress: OnProgress | None) -> Iterator[OnPr
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(description, total=None, visible=False)
+        task = bar.add_task(safe(description), total=None, visible=False)
         yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)

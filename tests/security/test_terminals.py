@@ -7,11 +7,13 @@ import os
 import pty
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from synthetic_run import FAILED, write_run
 
 from llama_core.chain.console import say
+from llama_core.data.tokenising import _progress
 from llama_core.log_lines import LineFormatter
 from llama_core.records.files import write_json
 from llama_core.records.job import Outcome
@@ -120,6 +122,22 @@ def test_a_record_in_the_log_of_a_rank_is_one_line_and_its_traceback_is_harmless
     logging.Formatter().format(record)  # which keeps the traceback in the record
     assert "ValueError" in formatter.format(record)
     assert all(line.isprintable() for line in formatter.format(record).split("\n"))
+
+
+def test_the_bar_of_tokenising_shows_the_name_of_a_source_as_text(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with _progress("tokenising mk[/bold]x\x1b]52;c;ZXZpbA==\x07", None) as follow:
+            follow(1, 2)
+    shown = ""
+    with suppress(OSError):  # at the end of what the terminal got
+        while piece := os.read(parent, 65536):
+            shown += piece.decode()
+    os.close(parent)
+    assert "mk[/bold]x\\x1b]52" in shown
+    assert "\x1b]52" not in shown
 
 
 def test_a_step_of_the_chain_says_one_line():
