@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.files import atomic_write, is_disk_full, no_room, now
+from llama_core.redaction import redacted
 
 STATUS_STYLE = {"finished": "good", "preempted": "warn", "timeout": "warn", "cancelled": "warn"}
 """CSS class of each outcome; all others are ``bad``."""
@@ -86,11 +87,13 @@ def packed_plotly() -> str:
 
 
 def _shown(value: object) -> object:
-    """Return a value as the page shows it."""
+    """Return a value as the page shows it, without secrets."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or NOTHING
+        return redacted(", ".join(map(str, value))) or NOTHING
+    if isinstance(value, str | dict | Path) and not hasattr(value, "__html__"):  # else it is a part of the page
+        return redacted(str(value))
     return NOTHING if value is None else value
 
 
@@ -108,19 +111,19 @@ _FOREIGN = re.compile(r"<(?!/?(?:b|br|extra)>)")
 
 
 def figure_json(figure: go.Figure) -> str:
-    """Return a figure for Plotly's script, which takes texts for HTML: also links, but for those that are escaped here.
+    """Return a figure for Plotly's script, without secrets. It takes texts for HTML: also links, but for those here.
 
     Names are escaped where a figure gets them, so that they are shown as they are. This is for those that are not.
     """
-    return json.dumps(_without_tags(json.loads(figure.to_json()))).replace("<", "\\u003c")
+    return json.dumps(_harmless(json.loads(figure.to_json()))).replace("<", "\\u003c")
 
 
-def _without_tags(value: object) -> object:
+def _harmless(value: object) -> object:
     if isinstance(value, str):
-        return _FOREIGN.sub("&lt;", value)
+        return _FOREIGN.sub("&lt;", redacted(value))
     if isinstance(value, dict):
-        return {key: _without_tags(inner) for key, inner in value.items()}
-    return [_without_tags(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _harmless(inner) for key, inner in value.items()}
+    return [_harmless(inner) for inner in value] if isinstance(value, list) else value
 
 
 TEMPLATES.filters["figure"] = figure_json

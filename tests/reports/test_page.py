@@ -54,6 +54,17 @@ class Page(HTMLParser):
         self.texts += [] if self.open and self.open[-1] in ("script", "style") else [data]
 
 
+def test_the_page_shows_no_secret_of_the_environment_wherever_it_stands(tmp_path, monkeypatch):
+    secret = "hf_abcDEF<123456"
+    monkeypatch.setenv("HF_TOKEN", secret)
+    run = write_run(tmp_path / secret)
+    config = yaml.safe_load(run.config.read_text())
+    run.config.write_text(yaml.safe_dump(config | {"data": {"source": f"/data/{secret}/a.jsonl"}}))
+    page = write_report(run)
+    assert "/data/***/a.jsonl" in page.read_text()
+    assert not [text for text in (secret, "abcDEF&lt;123456", "abcDEF%3C123456") if text in page.read_text()]
+
+
 def report(run):
     return Page(write_report(run))
 

@@ -1,10 +1,12 @@
 """Secrets stay in the environment: no file, log, error or script holds them."""
 
+import html
 import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 from tiers import nightly
@@ -56,13 +58,47 @@ def test_records_errors_and_logs_of_a_failure_hold_no_secret(tmp_path):
     [
         *("GITHUB_PAT", "MYSQL_PASS", "DB_PWD", "GIT_CREDENTIALS", "PREFECT_API_AUTH_STRING", "KEY_PASSPHRASE"),
         *("SSH_PRIVATE_KEY", "OPENAI_APIKEY", "AWS_SECRET_ACCESS_KEY", "GIT_CREDENTIAL"),
-        *("STRIPE_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING"),
+        *("STRIPE_KEY", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING", "SSHPASS", "DBPASS", "PGPWD"),
     ],
 )
 def test_the_values_of_variables_whose_name_says_secret_are_hidden(name, monkeypatch):
     assert redacted(f"export {name}=s3cret") == f"export {name}=***"
     monkeypatch.setenv(name, "a-long-value-1")
     assert redacted("it says a-long-value-1") == "it says ***"
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN_READ", "OPENAI_API_KEY_1", "DB_PASSWORD_OF_PROD", "MY_SECRET_B"])
+def test_a_name_may_say_after_the_kind_of_a_secret_which_it_is(name, monkeypatch):
+    assert redacted(f"export {name}='abcDEF123'") == f"export {name}='***'"
+    monkeypatch.setenv(name, "a-long-value-1")
+    assert redacted("it says a-long-value-1") == "it says ***"
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN_PATH", "GIT_CREDENTIAL_HELPER", "API_KEY_FILE", "TOKEN_TTL_SECONDS"])
+def test_a_name_that_says_where_a_secret_is_holds_none(name, monkeypatch):
+    monkeypatch.setenv(name, "/home/me/a-long-path/1")
+    assert redacted(f"{name}=/home/me/a-long-path/1") == f"{name}=/home/me/a-long-path/1"
+
+
+def test_a_secret_of_the_environment_is_hidden_in_every_spelling(monkeypatch):
+    secret = 'a/b+c "d" <é>12345678'
+    monkeypatch.setenv("DB_PASSWORD", secret)
+    spelt = [secret, quote(secret), quote(secret, safe=""), quote_plus(secret), json.dumps(secret), html.escape(secret)]
+    for text in spelt:
+        assert "12345678" not in redacted(f"it says {text}.")
+
+
+def test_a_secret_that_begins_with_another_is_hidden_whole(monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "abcDEF123456")
+    monkeypatch.setenv("B_TOKEN", "abcDEF123456-and-more")
+    assert redacted("it says abcDEF123456-and-more") == "it says ***"
+
+
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_long_token_in_an_address_is_hidden(length):
+    token = "eyJ" * length
+    assert redacted(f"git clone https://me:{token}@host/a") == "git clone https://me:***@host/a"
+    assert redacted(f"git clone https://{token}@host/a") == "git clone https://***@host/a"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +126,14 @@ def test_the_values_of_variables_whose_name_says_secret_are_hidden(name, monkeyp
         ),
         ("AccountName=a;AccountKey=bc==;EndpointSuffix=d", "AccountName=a;AccountKey=***;EndpointSuffix=d"),
         ("host=db user=me password=hunter2 dbname=x", "host=db user=me password=*** dbname=x"),
+        ('{"password": "hunter\\"2", "a": "b"}', '{"password": "***", "a": "b"}'),
+        ("{'db_password': 'it', 'client-secret': \"a'b\"}", "{'db_password': '***', 'client-secret': \"***\"}"),
+        (r'"{\"apiKey\": \"a b\", \"c\": \"d\"}"', r'"{\"apiKey\": \"***\", \"c\": \"d\"}"'),
+        ('{"access_token":"a", "token_type":"b"}', '{"access_token":"***", "token_type":"b"}'),
+        ("curl -H 'x-api-key: abc' -H 'X-Goog-Api-Key:def'", "curl -H 'x-api-key: ***' -H 'X-Goog-Api-Key:***'"),
+        ("{'api-key': 'abc1', 'PRIVATE-TOKEN': 'glpat-1'}", "{'api-key': '***', 'PRIVATE-TOKEN': '***'}"),
+        ("https://app/x#access_token=abc&state=1", "https://app/x#access_token=***&state=1"),
+        ("access_token=abc&client_secret=d&id_token=e", "access_token=***&client_secret=***&id_token=***"),
         ("two: http://a:b@c and http://d:e@f", "two: http://a:***@c and http://d:***@f"),
     ],
 )
@@ -103,6 +147,7 @@ def test_passwords_and_tokens_in_addresses_and_headers_are_hidden(text, shown):
         "training.steps=40, num_tokens=12, https://host:4200/api, a@b.c, HF_TOKEN=$HF_TOKEN, MAX_TOKENS=3",
         "http://127.0.0.1:4200/runs?of=me@example.org, ssh://git@github.com/a/b, postgresql://me@db/prefect",
         "PWD=/home/me, OLDPWD=/tmp, PASS=3, a Bearer of news, Basic understanding, http://host/a@b",
+        "pad_token='<pad>', {'eos_token': '<eos>', \"token\": \"a\"}, an api-key: set one, TOKEN_BATCH=8192",
         "the authorization of a user, COMPASS=north, EPAT=1, KEY=1, a question? key=1 & more, num_tokens=3&steps=4",
     ],
 )
@@ -140,7 +185,11 @@ def test_a_run_writes_no_secret_to_its_directory(tmp_path):
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "part", ["://a:", "authorization ", "&sig", *map(nightly, ("://", "a:b@", "Bearer 1", "A_PAT"))]
+    "part",
+    [
+        *("://a:", "authorization ", "&sig", "A_TOKEN_B=", '"password": \\"'),
+        *map(nightly, ("://", "a:b@", "Bearer 1", "A_PAT", "https://a", "x-key", "TOKEN_A1", '"password"')),
+    ],
 )
 def test_no_text_makes_redaction_slow(part):
     assert redacted(part * 200_000)
