@@ -49,6 +49,7 @@ from llama_core.config.pretrained import with_experts_of_folder, with_settings_o
 from llama_core.config.section import Section
 from llama_core.config.settings import (
     DATALOADER,
+    MOST_LAYERS,
     MOST_MICROBATCHES,
     SAMPLE,
     AttentionKernel,
@@ -84,6 +85,7 @@ from llama_core.records.retention import Retention
 
 __all__ = [
     "DATALOADER",
+    "MOST_LAYERS",
     "MOST_MICROBATCHES",
     "RANDOM_BASE",
     "SAMPLE",

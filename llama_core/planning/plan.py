@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import (
+    MOST_LAYERS,
     MOST_MICROBATCHES,
     AttentionKernel,
     GradientCompression,
@@ -107,6 +108,11 @@ class ParallelPlan:
             yield (
                 f"num_microbatches={self.num_microbatches} in one step, of {self.microbatch_size} sequences each, is "
                 f"above {MOST_MICROBATCHES}; use a smaller batch_size, a larger microbatch_size or more gpus"
+            )
+        if self.pp * self.num_chunks > MOST_LAYERS:  # their schedule would take minutes to build
+            yield (
+                f"pp={self.pp} with num_chunks={self.num_chunks} makes more stages than the {MOST_LAYERS} layers "
+                "that a model may have; use fewer"
             )
         if self.zero_stage not in range(4):
             yield f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3"

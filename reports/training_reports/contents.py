@@ -106,7 +106,7 @@ class RunContents:
         benchmark = load("benchmark", "benchmark", run.benchmark, lambda path: read_typed(path, BenchmarkRecord))
         if benchmark is None and not run.benchmark.exists() and _times_none(config):
             missing["benchmark"] = "No benchmark: benchmark.steps=0."
-        plan = load("plan", "plan", run.plan, read_json)
+        plan = load("plan", "plan", run.plan, partial(_read_as, kind=ParallelPlan))
         return cls(
             steps=steps,
             config=config,

@@ -7,6 +7,7 @@ from statistics import median
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingInfraError
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.parts import StepParts
 from llama_core.planning.work import Work
 from llama_core.schedules.actions import Action, Kind, Schedule, TimedAction
@@ -23,7 +24,7 @@ def pipeline_timelines(contents: RunContents) -> Iterator[Panel]:
     plan = contents.parallel_plan
     if plan is None or plan.pp == 1:
         return
-    measured = measured_timeline(contents, plan.build_schedule())
+    measured = _recorded(contents, plan)
     if measured is None:
         how = (
             "No timeline: a run records the actions of one step after its timed steps (benchmark.steps). To time steps "
@@ -51,6 +52,14 @@ def pipeline_timelines(contents: RunContents) -> Iterator[Panel]:
     if sum(map(len, measured.lanes)) > MOST_ACTIONS:
         notes.append(f"The figure draws the first {MOST_ACTIONS // plan.pp} actions of every rank.")
     yield Panel(TITLE, timelines_figure(planned, measured), told, notes, wide=True, height_px=150 + 2 * 34 * plan.pp)
+
+
+def _recorded(contents: RunContents, plan: ParallelPlan) -> Timeline | None:
+    """Return the recorded step; None without one. The schedule, which takes seconds if it is long, is built for one."""
+    is_whole = len(contents.lanes) == plan.pp and all(
+        len(lane.actions) >= plan.num_microbatches for lane in contents.lanes
+    )
+    return measured_timeline(contents, plan.build_schedule()) if is_whole else None
 
 
 def measured_timeline(contents: RunContents, schedule: Schedule) -> Timeline | None:

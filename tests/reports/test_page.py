@@ -16,11 +16,13 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import log_path
 from llama_core.objectives.registry import OBJECTIVES
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import Activity, append_activities
 from llama_core.records.data_changes import DataChange, record_data_change
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.held_out import HeldOutRows
+from llama_core.records.timelines import LaneRecord, write_lane
 from llama_core.units import GIB, MIB, format_bytes
 from training_reports import page as page_of_run
 from training_reports.by_step import panels_of_learning
@@ -415,6 +417,23 @@ def test_a_damaged_piece_is_named(run):
     text = report(run).text
     assert "No memory estimate to show: estimate.json is damaged" in text
     assert "No outcome to show: outcome.json is damaged" in text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "sizes", [{"pp": 10_000_000}, {"pp": 2, "num_chunks": 1_000_000, "schedule": "interleaved"}, {"schedule": "none"}]
+)
+def test_a_plan_that_no_run_can_have_is_named_and_not_drawn(run, sizes):
+    write_json(run.plan, ParallelPlan().as_dict() | {"num_microbatches": 4} | sizes)
+    assert f"No plan to show: plan.json is damaged ({run.plan} is damaged (" in report(run).text
+
+
+@pytest.mark.timeout(60)
+def test_the_largest_schedule_is_not_built_where_no_step_of_it_is_recorded(run):
+    write_json(run.plan, ParallelPlan(pp=256, num_microbatches=8192).as_dict())
+    for position in range(256):
+        write_lane(run, position, LaneRecord(("0F0",), (0.0,), (1.0,)))
+    assert "No timeline: a run records the actions of one step" in report(run).text
 
 
 def test_a_profile_that_does_not_add_up_is_not_drawn(run):
