@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import DAMAGE, arrow_reader, atomic_write, checked_record, damaged, read_file, unreadable
+from llama_core.records.files import DAMAGE, atomic_write, checked_record, damaged, read_file, table_of, unreadable
 from llama_core.records.held_out import TOLD_APART
 
 SCORE = "evaluation/"
@@ -113,14 +113,13 @@ def read_scores(run: RunDirectory) -> list[Score]:
 
 def _read(path: Path, run: RunDirectory) -> list[Score]:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
         content = read_file(path, run.path)
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        rows = pq.read_table(arrow_reader(content)).to_pylist()
+        rows = table_of(content).to_pylist()
     except (OSError, pa.ArrowException, *DAMAGE) as error:
         raise damaged(path, error) from None
     return checked_record(rows, list[Score], path)

@@ -32,6 +32,8 @@ MOST_BYTES = 64 * MIB
 """Most bytes of a record: much more than any that this software writes."""
 MOST_BYTES_OF_LINES = 256 * MIB
 """Most bytes of a file that has a line for each step or activity."""
+FREE_VALUES = 2**18
+"""Values of a table that may take no room in its file; each further one takes a byte. Those that repeat take none."""
 DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """The errors that Python raises for a record whose keys or values this software does not write."""
 T = TypeVar("T")
@@ -227,7 +229,30 @@ def contents_of(file: BufferedReader, most_bytes: int = MOST_BYTES) -> bytes:
     return bytes(content)
 
 
-def arrow_reader(content: bytes) -> "pa.BufferReader":
+def table_of(content: bytes, **options: Any) -> "pa.Table":
+    """Return the table in the contents of a Parquet file that this software writes.
+
+    Args:
+        content: the contents.
+        **options: as for ``pyarrow.parquet.read_table``.
+
+    Raises:
+        pyarrow.ArrowException: if it cannot be read.
+        ValueError: if it has many more values than bytes, which would fill the memory.
+    """
+    import pyarrow.parquet as pq
+
+    described = pq.read_metadata(_arrow_reader(content))
+    num_values = 0
+    for group in map(described.row_group, range(described.num_row_groups)):
+        listed = sum(group.column(place).num_values for place in range(group.num_columns))
+        num_values += max(listed, group.num_rows * group.num_columns)
+    if num_values > FREE_VALUES + len(content):
+        raise ValueError(f"{num_values:,} values in {format_bytes(len(content))}, more than are ever written")
+    return pq.read_table(_arrow_reader(content), **options)
+
+
+def _arrow_reader(content: bytes) -> "pa.BufferReader":
     """Return a reader of a copy of ``content`` in Arrow's own memory.
 
     One of Arrow's threads may be the last to let go of what was read. With Python's memory it takes the interpreter's

@@ -21,7 +21,6 @@ from llama_core.records.files import (
     DAMAGE,
     MOST_BYTES_OF_LINES,
     append_lines,
-    arrow_reader,
     atomic_write,
     checked_record,
     damaged,
@@ -29,6 +28,7 @@ from llama_core.records.files import (
     open_file,
     read_file,
     read_typed,
+    table_of,
     unreadable,
 )
 from llama_core.records.measurements import StepRecord
@@ -230,14 +230,13 @@ def _or_set_aside(path: Path, read: Callable[[], T], otherwise: U) -> T | U:
 
 def _read_part(run: RunDirectory, path: Path) -> "pa.Table":
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
         content = read_file(path, run.path)
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        return pq.read_table(arrow_reader(content), schema=_metrics_schema())
+        return table_of(content, schema=_metrics_schema())
     except (OSError, pa.ArrowException, *DAMAGE) as error:
         raise damaged(path, error) from None
 

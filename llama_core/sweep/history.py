@@ -21,7 +21,6 @@ from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import (
     DAMAGE,
-    arrow_reader,
     atomic_write,
     by_dotted_key,
     checked_record,
@@ -30,6 +29,7 @@ from llama_core.records.files import (
     intact,
     open_file,
     read_json,
+    table_of,
     user_path,
 )
 from llama_core.records.measurements import BenchmarkRecord, disturbance
@@ -198,7 +198,6 @@ def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, wit
         without: name of a part to leave out.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     wanted = None if fingerprints is None else [("fingerprint", "in", set(fingerprints))]
     results = []
@@ -207,7 +206,7 @@ def read_history(folder: Path, fingerprints: Iterable[str] | None = None, *, wit
             continue
         try:
             with open_file(path) as file:
-                rows = pq.read_table(arrow_reader(contents_of(file)), filters=wanted).to_pylist()
+                rows = table_of(contents_of(file), filters=wanted).to_pylist()
                 account = account_name(os.fstat(file.fileno()).st_uid)
         except (OSError, pa.ArrowException, *DAMAGE) as error:
             say("warning", f"{path} is left out of the comparison: {' '.join(str(error).split())}")

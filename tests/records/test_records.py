@@ -6,6 +6,7 @@ import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from step_record import record
 
@@ -154,6 +155,27 @@ def test_resuming_reads_only_the_newest_parts(run):
     drop_metrics_after(run, 5)
     parts[0].write_bytes(whole)
     assert steps_of(run) == [1, 2, 3, 4, 5]
+
+
+def test_a_part_with_more_rows_than_its_bytes_can_hold_is_damaged(run):
+    part = write_metrics_part(run, [record(1)])
+    row = pq.read_table(part)
+    few = row.take([0] * 7000)
+    pq.write_table(few, part)
+    assert read_metrics(run).num_rows == 7000
+    pq.write_table(row.take([0] * 200_000), part)
+    assert part.stat().st_size < 100_000
+    with pytest.raises(
+        RunDirectoryError, match=rf"^{part} is damaged \([0-9,]+ values in .*, more than are ever written"
+    ):
+        read_metrics(run)
+
+
+def test_a_part_with_the_steps_of_a_long_run_is_read(run):
+    steps = range(1, 10_001)
+    times = ({"time": step / 7, "step_seconds": 1 + 1 / step, "loss": 3 / step} for step in steps)
+    write_metrics_part(run, [record(step, **measured) for step, measured in zip(steps, times, strict=True)])
+    assert steps_of(run) == list(steps)
 
 
 DAMAGES = (b"", b"PAR1 damaged", b'{"step": 1}\n')
