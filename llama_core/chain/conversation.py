@@ -31,7 +31,7 @@ class Conversation:
         if system is not None:
             check_text(system, "system prompt")
             self._opening.append({"role": "system", "content": system})
-            model.refuse_full(self._encode([*self._opening, _from_user("?")]), "system prompt")
+            model.check_ids(self._encode([*self._opening, _from_user("?")]), "system prompt")
         self._messages = list(self._opening)
         self._ends = model.ends | end_of_turn(self._template, model.tokenizer)
 
@@ -53,7 +53,7 @@ class Conversation:
         if begins_anew:
             asked = [*self._opening, _from_user(message)]
             ids = self._encode(asked)
-        self._model.refuse_full(ids, "message")
+        self._model.check_ids(ids, "message")
         if begins_anew:
             spec = self._model.config.spec
             self._model.tell(

@@ -107,25 +107,30 @@ class TextModel:
         The prompt is checked, and the weights are read, before this returns.
 
         Raises:
-            DataError: if the prompt is empty, no text, or fills the model's context.
+            DataError: if the prompt is empty, no text or no token, or fills the model's context.
             WeightsError: while generating, if logits are not finite.
         """
         check_text(prompt, "prompt")
         document = self.tokenizer.encode_documents([prompt])[0].tolist()
         ids = document[: -len(self.tokenizer.after)]
-        self.refuse_full(ids, "prompt")
+        self.check_ids(ids, "prompt")
         return self.pieces_after(ids, self.ends)
 
     def room_after(self, ids: Sequence[int]) -> int:
         """Return the number of tokens that the model's context has room for after ``ids``; below 1 if it is full."""
         return self.config.spec.max_context - len(ids)
 
-    def refuse_full(self, ids: Sequence[int], what: str) -> None:
-        """Refuse tokens that fill the model's context.
+    def check_ids(self, ids: Sequence[int], what: str) -> None:
+        """Refuse to continue no token at all, or tokens that fill the model's context.
 
         Raises:
-            DataError: if they do; it calls them ``what``.
+            DataError: if there is none, or they do; it calls them ``what``.
         """
+        if not ids:
+            raise DataError(
+                f"tokenizer {self.tokenizer.name!r} makes no token of the {what}; give another text, or name another "
+                "tokenizer with --tokenizer"
+            )
         if self.room_after(ids) < 1:
             raise DataError(
                 f"the {what} has {len(ids):,} tokens, which fill the context of {self.config.spec.name} "

@@ -197,7 +197,8 @@ class HuggingFaceTokenizer:
         adds_bos: whether a text begins with BOS; None if the files say so.
 
     Raises:
-        DataError: if there is no readable tokenizer, or its EOS, or a BOS that is to be added, cannot be found.
+        DataError: if there is no readable tokenizer, or it makes no tokens, or its EOS, or a BOS that is to be added,
+            cannot be found.
         EnvironmentMismatchError: if the package ``tokenizers`` is missing.
     """
 
@@ -248,13 +249,20 @@ class HuggingFaceTokenizer:
         return next((index for index in ids if index is not None), None)
 
     def _frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the ids that the tokenizer adds before and after a text."""
+        """Return the ids that the tokenizer adds before and after a text.
+
+        Raises:
+            DataError: if a text itself becomes none.
+        """
         for texts in (["a"], list(self.vocabulary)):  # most tokenizers know an a
             for encoding in self._encoded(texts):
                 own = [place for place, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
                 if own:
                     return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
-        return (), ()
+        raise DataError(
+            f"tokenizer {self.name!r} makes no token of any text; if its post_processor is a TemplateProcessing, put "
+            "$A, which stands for the text, into its 'single', or choose another tokenizer"
+        )
 
     def _force_bos(self, after: Sequence[int], *, adds_bos: bool) -> None:
         """Let a text begin with BOS, or not, whatever the files say."""

@@ -261,6 +261,14 @@ def test_sixteen_bits_are_read_and_computed_with(adapted):
     assert text(adapted.path, dtype="bf16", max_new_tokens=4)
 
 
+def test_a_prompt_of_which_the_tokenizer_makes_no_token_is_refused(run, tmp_path):
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match=f"^tokenizer '{tmp_path}' makes no token of the prompt; give another text"):
+        text(run.path, " ", tokenizer=str(tmp_path))
+
+
 def test_a_text_ends_where_the_context_does(run):
     told = []
     assert text(run.path, "a" * 60, tell=told.append)

@@ -58,6 +58,13 @@ def llama2(tmp_path):
     return train_tokenizer(tmp_path / "llama2", ["<s>", "</s>"])
 
 
+@pytest.mark.parametrize("template", ["<s> </s>", "<s>"])
+def test_a_tokenizer_whose_template_leaves_the_text_out_is_refused(llama2, template):
+    set_template(llama2, template)
+    with pytest.raises(DataError, match=r"llama2' makes no token of any text; .* put \$A"):
+        load_tokenizer(str(llama2))
+
+
 @given(st.lists(st.text(min_size=1), min_size=1))
 def test_bytes_round_trip_every_text(documents):
     tokenizer = ByteTokenizer()
