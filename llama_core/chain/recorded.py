@@ -26,6 +26,7 @@ def recorded_losses(
     tokenizer: str | None = None,
     dtype: str = "fp32",
     tell: Tell | None = lambda text: None,
+    problems: list[str] | None = None,
 ) -> Iterator[Evaluation]:
     """Yield each evaluation after its loss is recorded, if the weights are a checkpoint in a run's directory.
 
@@ -37,6 +38,7 @@ def recorded_losses(
         dtype: dtype of the arithmetic.
         tell: called with a line if scores cannot be recorded, which then costs only the record; None if that is what
             they are for.
+        problems: gets the line too, unless the run is somebody else's, in which nothing is recorded.
     """
     settings = _settings(
         "" if seq_len is None else f"{seq_len} tokens a sequence",
@@ -59,7 +61,7 @@ def recorded_losses(
                 settings=settings,
                 time=now(),
             )
-            at.write([score], tell)
+            at.write([score], tell, problems)
         yield one
 
 
@@ -70,6 +72,7 @@ def recorded_tasks(
     tokenizer: str | None = None,
     dtype: str = "fp32",
     tell: Tell | None = lambda text: None,
+    problems: list[str] | None = None,
 ) -> Iterator[TaskEvaluation]:
     """Yield each evaluation after its scores are recorded; see ``recorded_losses``.
 
@@ -79,6 +82,7 @@ def recorded_tasks(
         tokenizer: as it was asked for, also ``dtype``.
         dtype: dtype of the arithmetic.
         tell: as in ``recorded_losses``.
+        problems: as in ``recorded_losses``.
     """
     settings = _settings(str(asked), tokenizer=tokenizer, dtype=dtype)
     for one in found:
@@ -86,7 +90,7 @@ def recorded_tasks(
         if at is not None and one.scores:
             time = now()
             scores = [score.of_checkpoint(at.step, at.tokens, settings=settings, time=time) for score in one.scores]
-            at.write(scores, tell)
+            at.write(scores, tell, problems)
         yield one
 
 
@@ -131,29 +135,31 @@ class _Place:
         run = run_of(checkpoint)
         return cls(run, checkpoint) if run.path != checkpoint and run.config.exists() else None
 
-    def write(self, scores: Sequence[Score], tell: Tell | None) -> None:
+    def write(self, scores: Sequence[Score], tell: Tell | None, problems: list[str] | None) -> None:
         """Write scores, of one file for each task, or tell why not.
 
         Raises:
             UnrecordedError: if there is nobody to tell.
         """
-        problem = self._written(scores)
-        if problem and tell is None:
-            raise UnrecordedError(problem)
-        if problem and tell is not None:
-            tell(problem)
-
-    def _written(self, scores: Sequence[Score]) -> str:
         owner = other_owner(self._run)
-        if owner is not None:
-            return f"the scores of step {self.step:,} are not recorded: {self._run.path} belongs to {owner}"
+        why = f": {self._run.path} belongs to {owner}" if owner is not None else self._problem_of_writing(scores)
+        if not why:
+            return
+        line = f"the scores of step {self.step:,} are not recorded{why}"
+        if tell is None:
+            raise UnrecordedError(line)
+        tell(line)
+        if owner is None and problems is not None:
+            problems.append(line)
+
+    def _problem_of_writing(self, scores: Sequence[Score]) -> str:
         try:
             if self._run.evaluations.is_symlink():  # it would lead us elsewhere
                 raise RunDirectoryError(f"{self._run.evaluations} is a link; remove it")
             for task in dict.fromkeys(score.task for score in scores):
                 write_scores(self._run, [score for score in scores if score.task == task])
         except OSError as error:
-            return f"the scores of step {self.step:,} are not recorded: {unwritable(self._run.evaluations, error)}"
+            return f": {unwritable(self._run.evaluations, error)}"
         except RunDirectoryError as error:
-            return f"the scores of step {self.step:,} are not recorded in {self._run.path}: {error}"
+            return f" in {self._run.path}: {error}"
         return ""

@@ -26,12 +26,14 @@ _OF_TASKS = (
 )
 
 
-def _evaluate(options: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace) -> int:
     _refuse_mixture(options)
+    unrecorded: list[str] = []
     if options.tasks:
-        _evaluate_tasks(options)
+        _evaluate_tasks(options, unrecorded)
     else:
-        _evaluate_data(options)
+        _evaluate_data(options, unrecorded)
+    return 1 if unrecorded else 0
 
 
 def _refuse_mixture(options: argparse.Namespace) -> None:
@@ -52,7 +54,7 @@ def _source(options: argparse.Namespace) -> Path:
         return fetch_weights(options.source)
 
 
-def _evaluate_data(options: argparse.Namespace) -> None:
+def _evaluate_data(options: argparse.Namespace, unrecorded: list[str]) -> None:
     from llama_core.chain.evaluate import evaluate
     from llama_core.chain.recorded import recorded_losses
 
@@ -62,7 +64,7 @@ def _evaluate_data(options: argparse.Namespace) -> None:
     steps = _step(options.step)
     asked = rows | {"tokenizer": options.tokenizer, "tell": tell}
     found = evaluate(_source(options), data, steps=steps, devices=_devices(options), **asked)
-    recorded = recorded_losses(found, dtype=options.dtype, **asked)
+    recorded = recorded_losses(found, dtype=options.dtype, problems=unrecorded, **asked)
     if options.json:
         print_json({"evaluations": [evaluation.as_dict() for evaluation in recorded]})
         return
@@ -70,7 +72,7 @@ def _evaluate_data(options: argparse.Namespace) -> None:
         print_line(evaluation.summary())
 
 
-def _evaluate_tasks(options: argparse.Namespace) -> None:
+def _evaluate_tasks(options: argparse.Namespace, unrecorded: list[str]) -> None:
     from llama_core.chain.recorded import recorded_tasks
     from llama_core.chain.tasks import Asked, evaluate_tasks
 
@@ -91,7 +93,7 @@ def _evaluate_tasks(options: argparse.Namespace) -> None:
     )
     records: list[dict[str, Any]] = []
     try:
-        for evaluation in recorded_tasks(found, asked, dtype=options.dtype, **kept):
+        for evaluation in recorded_tasks(found, asked, dtype=options.dtype, problems=unrecorded, **kept):
             progress.clear()
             records += evaluation.as_dicts()
             for line in () if options.json else evaluation.lines():
