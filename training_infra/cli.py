@@ -12,7 +12,9 @@ if sys.argv[0] == "-m" or sys.argv[0].endswith(
 ):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports below ends the process without a traceback
 
+import argparse
 import io
+import os
 from collections.abc import Sequence
 
 from llama_core.errors import ConfigError, RequestError, StoppedError, TrainingInfraError, safe
@@ -53,9 +55,19 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; see ``training-infra --help``."""
+    is_heard = _open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may hold bytes that are not text
-    options = make_parser().parse_args(arguments)
+    try:
+        options = make_parser().parse_args(arguments)
+    except SystemExit as ended:  # after the help, or a wrong argument
+        if is_heard or ended.code:
+            raise
+        return _unheard()
+    return _run(options) if is_heard or not options.command.only_prints else _unheard()
+
+
+def _run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Treat SIGTERM like Ctrl-C: stop the job with a checkpoint instead of leaving it behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -80,6 +92,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print_line(f"error: {_explained(error)}", file=sys.stderr)
         return RequestError.exit_code if isinstance(error, PermissionError) else 1
+
+
+def _open_streams() -> bool:
+    """Open to nowhere what the caller has closed of the standard streams; return whether standard output was open.
+
+    Else the next files that are opened would take their places, and get what is printed here and by processes below.
+    """
+    is_open = sys.stdout is not None
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+    return is_open
+
+
+def _unheard() -> int:
+    print_line("error: standard output is closed, and this only prints; redirect it to a file", file=sys.stderr)
+    return 1
 
 
 def _explained(error: OSError) -> str:

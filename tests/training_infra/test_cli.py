@@ -965,6 +965,29 @@ def test_output_into_a_closed_pipe_is_no_error():
     assert ended.stderr == ""
 
 
+@pytest.mark.parametrize(
+    "arguments", ["models", "evaluate nowhere", "generate nowhere --prompt=x", "logs nowhere", "-h"]
+)
+def test_a_command_that_only_prints_fails_in_one_line_if_its_output_is_closed(arguments):
+    command = f"exec {sys.executable} -m training_infra.cli {arguments} >&-"
+    ended = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: standard output is closed, and this only prints; redirect it to a file\n"
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_other_commands_do_their_work_though_their_output_is_closed(tmp_path, closed):
+    (tmp_path / "a.txt").write_text("some words " * 9)
+    other = tmp_path / "cache"
+    arguments = (
+        f"tokenize --device=cpu --data={tmp_path / 'a.txt'} --set=data.cache_dir={other} --set=training.seq_len=8"
+    )
+    command = f"exec {sys.executable} -m training_infra.cli {arguments} --set=data.tokenizer=bytes {closed}"
+    ended = subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False)
+    assert ended.returncode == 0
+    assert list(other.iterdir())
+
+
 @pytest.mark.nightly
 @of_finished
 def test_a_profile_says_where_the_time_of_a_run_like_another_goes(shell, mine):

@@ -34,6 +34,8 @@ class Command:
     arguments: Sequence[Argument] = ()
     flags: Sequence[Flag] = ()
     """The flags of a run, if it takes a configuration; ``--config``, ``--set`` and ``--json`` come with them."""
+    only_prints: bool = False
+    """Whether nothing is left of it where its output goes nowhere."""
 
     def add_to(self, parsers: "argparse._SubParsersAction[Parser]") -> None:
         """Add the parser of the command to those of the others."""

@@ -144,6 +144,7 @@ EVALUATE = Command(
     "evaluate",
     "tell the loss and perplexity of weights on the run's held-out data or on any other, or their scores on tasks",
     _evaluate,
+    only_prints=True,
     examples=(
         "runs/mine",
         "runs/mine --step all --json",

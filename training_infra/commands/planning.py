@@ -36,6 +36,7 @@ MODELS = Command(
     "models",
     "list the model variants, with the fewest GPUs that can train each",
     _models,
+    only_prints=True,
     examples=("--gpu-type h200",),
     arguments=(
         Argument("--gpu-type", metavar="h200", default=DEFAULT_GPU_TYPE, help=f"default: {DEFAULT_GPU_TYPE}"),

@@ -48,6 +48,7 @@ LOGS = Command(
     "logs",
     "show the output of a run's ranks",
     _logs,
+    only_prints=True,
     examples=("runs/mine --follow", "runs/mine --rank 3"),
     arguments=(
         RUN_DIR,

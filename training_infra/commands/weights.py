@@ -62,6 +62,7 @@ GENERATE = Command(
     "generate",
     "continue a prompt, to look at what a model has learnt",
     _generate,
+    only_prints=True,
     examples=(
         'runs/mine --prompt "Once upon a time"',
         'runs/mine --prompt "Capital of France?" --chat --temperature 0.8 --top-p 0.95',
