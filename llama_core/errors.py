@@ -178,6 +178,12 @@ def safe(text: str) -> str:
     return one_line(redacted(text))
 
 
+def why_unreadable(error: Exception) -> str:
+    """Return why a text cannot be read. For a number that is too long, Python suggests a setting of its own."""
+    text = str(error)
+    return "a number has too many digits" if "set_int_max_str_digits" in text else text
+
+
 def as_clause(sentence: str) -> str:
     """Return a sentence without its capital letter, to follow a colon."""
     return f"{sentence[0].lower()}{sentence[1:]}"

@@ -30,7 +30,7 @@ from pydantic_core import ErrorDetails
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_names
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_amplitude
 from llama_core.config.strategy import MoE
-from llama_core.errors import ConfigError, as_clause
+from llama_core.errors import ConfigError, as_clause, why_unreadable
 from llama_core.hub import folder_of, repository_in_cache
 from llama_core.records.files import read_file
 
@@ -245,7 +245,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8
-        raise ConfigError(f"{file} is not JSON: {error}; copy it again") from None
+        raise ConfigError(f"{file} is not JSON: {why_unreadable(error)}; copy it again") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is not a mapping of keys to values; copy it again")
     return value

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, why_unreadable
 from llama_core.units import MIB
 
 MOST_VALUES = 100_000
@@ -94,7 +94,9 @@ def parse_yaml(text: str, name: str) -> Any:
     except RecursionError:
         raise ConfigError(f"{name}: values are nested too deeply; write it flatter") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # such as !!int of a word
-        raise ConfigError(f"{name}: not valid YAML: {error}; correct the value, or remove its tag") from None
+        raise ConfigError(
+            f"{name}: not valid YAML: {why_unreadable(error)}; correct the value, or remove its tag"
+        ) from None
 
 
 def refuse_endless(node: yaml.Node, name: str) -> None:

@@ -18,7 +18,7 @@ from llama_core.data.pairs import LabelledAnswer, Pair
 from llama_core.data.raw_record import RawRecord
 from llama_core.data.source_file import Digest, SourceFile, reading, total_bytes
 from llama_core.data.undivided import TokenLayout, undivided_records
-from llama_core.errors import DataError
+from llama_core.errors import DataError, why_unreadable
 from llama_core.units import MIB
 
 CHARACTERS_PER_TOKEN = 4
@@ -193,4 +193,4 @@ def _parsed(read: Callable[[], object]) -> object:
     except json.JSONDecodeError as error:
         raise UnusableRecordError("invalid JSON", f"{error.msg} at column {error.colno}") from None
     except (ArithmeticError, ValueError, RecursionError) as error:
-        raise UnusableRecordError("invalid JSON", str(error)) from None
+        raise UnusableRecordError("invalid JSON", why_unreadable(error)) from None

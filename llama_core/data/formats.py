@@ -36,7 +36,7 @@ from llama_core.data.pairs import (
 )
 from llama_core.data.token_masks import LABELS, MASKS, counted_tokens
 from llama_core.data.tool_calls import without_nulls
-from llama_core.errors import ConfigError, not_one_of
+from llama_core.errors import ConfigError, not_one_of, why_unreadable
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.traits import Reads
 
@@ -603,7 +603,9 @@ def _tools(record: Record) -> list[Any]:
         try:
             tools = json.loads(given) if given.strip() else []
         except (ValueError, RecursionError) as error:
-            raise MalformedRecordError(f"{name!r} is text that is not JSON ({error}); {remedy}") from None
+            raise MalformedRecordError(
+                f"{name!r} is text that is not JSON ({why_unreadable(error)}); {remedy}"
+            ) from None
     if not isinstance(tools, list):
         text = "the JSON text of " if isinstance(given, str) else ""
         raise MalformedRecordError(f"{name!r} is {text}{json_type(tools)}; {remedy}")

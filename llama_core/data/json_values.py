@@ -12,7 +12,7 @@ from pathlib import Path
 from llama_core.data.formats import FieldNames
 from llama_core.data.raw_record import RawRecord, already_read, unusable
 from llama_core.data.source_file import MOST_BYTES_OF_RECORD, Digest, SourceFile, Stream, opened, too_large
-from llama_core.errors import DataError
+from llama_core.errors import DataError, why_unreadable
 from llama_core.units import MIB
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -62,7 +62,8 @@ def _elements(values: "_Values") -> Iterator[RawRecord]:
                 )
         except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{values.path}{place}: invalid JSON ({error}); correct it, for what follows cannot be read"
+                f"{values.path}{place}: invalid JSON ({why_unreadable(error)}); correct it, for what follows "
+                "cannot be read"
             ) from None
         values.step()
         yield RawRecord(place, values.position, already_read(value))
@@ -76,7 +77,7 @@ def _sequence(values: "_Values") -> Iterator[RawRecord]:
             value = values.take()
         except (ValueError, RecursionError) as error:
             values.skip_line()
-            yield RawRecord(place, values.position, unusable("invalid JSON", str(error)))
+            yield RawRecord(place, values.position, unusable("invalid JSON", why_unreadable(error)))
         else:
             yield RawRecord(place, values.position, already_read(value))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_core.data.sentencepiece import SPACE, NotSentencePieceError, SentencePieceModel
 from llama_core.data.tokenizer_limits import is_of_tokenizers, refuse_costly
-from llama_core.errors import DataError
+from llama_core.errors import DataError, why_unreadable
 from llama_core.records.files import read_file
 from llama_core.units import MIB
 
@@ -389,7 +389,7 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cannot read {str(path)!r}: {error}; copy it again") from None
+        raise DataError(f"cannot read {str(path)!r}: {why_unreadable(error)}; copy it again") from None
     if not isinstance(content, dict):
         raise DataError(f"{str(path)!r} is not a JSON object")
     return content

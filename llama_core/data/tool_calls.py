@@ -8,7 +8,7 @@ from typing import Any
 
 from llama_core.data.bad_lines import UnusableRecordError, json_type
 from llama_core.data.rendering import Message, TemplateRefusalError, Tools
-from llama_core.errors import DataError
+from llama_core.errors import DataError, why_unreadable
 
 RESULT_ROLES = ("tool", "ipython")
 """The roles of a tool's result; Llama 3 calls it ipython."""
@@ -212,7 +212,8 @@ def _check_text(arguments: str, which: str, location: str) -> None:
         value = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{location}: {which} has 'arguments' that are not JSON ({error}); write {{}} where there are none"
+            f"{location}: {which} has 'arguments' that are not JSON ({why_unreadable(error)}); write {{}} where there "
+            "are none"
         ) from None
     if not isinstance(value, dict):
         raise DataError(f"{location}: {which} has {json_type(value)} as its 'arguments'; make it an object")

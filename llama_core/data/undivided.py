@@ -10,6 +10,7 @@ in llm.c.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from llama_core.records.files import open_file
 from llama_core.units import format_bytes
 
 _NUMPY = b"\x93NUMPY"
+_OF_NUMPY = (ArithmeticError, MemoryError, RecursionError, SyntaxError, TokenError, TypeError, ValueError)
+"""What NumPy raises for a header that it cannot read: it parses it like code."""
 _LLMC_HEADER = 256
 """Numbers of 4 bytes in a header of llm.c: magic, version, number of tokens; the others are 0."""
 _LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -121,8 +124,11 @@ def _numpy_ids(file: SourceFile, opened: IO[bytes]) -> StoredIds:
     try:
         version = np.lib.format.read_magic(opened)
         shape, _, dtype = headers[version](opened)
-    except (ValueError, KeyError, EOFError, RecursionError):
-        raise DataError(f"{file.path} is not a readable array of NumPy: its header is damaged; copy it again") from None
+    except (KeyError, *_OF_NUMPY):  # whose words would have the file trusted, to run code in it
+        raise DataError(
+            f"{file.path} is not a readable array of NumPy: its header is damaged, or of objects; copy it again, or "
+            "write a row of integers with numpy.save"
+        ) from None
     if len(shape) != 1 or dtype.kind not in "iu":
         raise DataError(
             f"{file.path} is an array of {dtype} with {len(shape)} dimensions, not a row of token ids; "

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llama_core.errors import WeightsError
+from llama_core.errors import WeightsError, why_unreadable
 from llama_core.models.peft import base_of, is_adapter_folder
 from llama_core.models.pretrained import is_checkpoint
 from llama_core.records.checkpoints import place_of
@@ -54,7 +54,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise WeightsError(f"cannot read {file}: {error.strerror}; put a copy there, or remove it") from None
     except DAMAGE as error:
-        raise WeightsError(f"cannot read {file}: {error}; download it again, or remove it") from None
+        raise WeightsError(f"cannot read {file}: {why_unreadable(error)}; download it again, or remove it") from None
 
 
 def end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from llama_core.errors import RunDirectoryError
+from llama_core.errors import RunDirectoryError, why_unreadable
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import (
     DAMAGE,
@@ -252,7 +252,7 @@ def _appended(run: RunDirectory) -> list[dict[str, Any]]:
     try:
         rows = [json.loads(line) for line in content.decode().rpartition("\n")[0].splitlines()]
     except (ValueError, RecursionError) as error:
-        raise damaged(run.metrics_tail, error) from None
+        raise damaged(run.metrics_tail, why_unreadable(error)) from None
     return [asdict(row) for row in checked_record(rows, list[StepRecord], run.metrics_tail)]
 
 

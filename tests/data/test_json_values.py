@@ -86,7 +86,7 @@ def test_a_large_array_is_never_held_as_a_whole(tmp_path):
         ('[{"text": "a"}', ":1 (record 1): invalid JSON (the file ends before its array); correct it"),
         ('[{"text": "a"}]\n[]', ":2: something follows the array; keep one array in a file"),
         ("[" * 100_000, ":1 (record 1): invalid JSON (maximum recursion depth exceeded"),
-        (f"[{'9' * 5000}]", ":1 (record 1): invalid JSON (Exceeds the limit"),
+        (f"[{'9' * 5000}]", ":1 (record 1): invalid JSON (a number has too many digits)"),
         ('[{"text": "\udcff"}]', ": invalid UTF-8 (invalid start byte) after line 1; save it as UTF-8"),
     ],
 )
@@ -132,3 +132,9 @@ def test_a_position_grows_with_the_values_and_ends_at_the_files_size(tmp_path):
     assert positions == sorted(positions)
     assert positions[2500] == pytest.approx(file.num_bytes / 2, rel=0.01)
     assert positions[-1] == pytest.approx(file.num_bytes, rel=0.01)
+
+
+def test_a_number_of_too_many_digits_is_told_without_a_setting_of_python(tmp_path):
+    (tmp_path / "a.jsonl").write_text("1" * 5000)
+    with pytest.raises(DataError, match=r"invalid JSON \(a number has too many digits\)"):
+        read(tmp_path / "a.jsonl", max_bad_lines=0)

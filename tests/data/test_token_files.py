@@ -324,6 +324,25 @@ def test_an_array_that_is_no_row_of_ids_is_refused(array, tmp_path):
     assert refused(tmp_path, tmp_path / "a.npy").startswith(f"{tmp_path / 'a.npy'} is ")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("{'descr': (", "'''", "-" * 9000 + "1", "  x\n y", "(" * 60_000),
+        *(
+            f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}}}"
+            for shape in ("(5,)", "(True,)", f"({10**30},)")
+        ),
+        "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+    ],
+)
+def test_a_header_that_numpy_cannot_read_is_refused_in_our_own_words(tmp_path, header):
+    length = len(header).to_bytes(2, "little")
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00" + length + header.encode())
+    told = refused(tmp_path, tmp_path / "a.npy")
+    assert told.startswith(f"{tmp_path / 'a.npy'} is not a readable array of NumPy: its header is damaged")
+    assert "allow_pickle" not in told
+
+
 def test_a_document_that_never_ends_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(undivided, "MOST_BYTES_OF_RECORD", 99)
     path = write_ids(tmp_path / "train.bin", ids=[5, END] + [6] * 99)
