@@ -5,12 +5,15 @@ import io
 import json
 import os
 import pickle
+import random
+import re
 import select
 import subprocess
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, timedelta, timezone
 from datetime import time as time_of_day
 from decimal import Decimal
 from typing import IO, Any
@@ -34,8 +37,14 @@ _NEEDED = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 START_SECONDS = 60
 """Most time that Python may take to start."""
 _AT_ONCE = 2**16
-_PLAIN = (date, datetime, time_of_day, timedelta, Decimal)
-"""Types of the values of documents, beside those that pickles know by themselves."""
+_CLASSES = (date, datetime, time_of_day, timedelta, timezone, Decimal, OrderedDict)
+"""Types of values which a pickle names."""
+_PLAIN = frozenset(
+    (type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset, *_CLASSES),
+)
+"""Types of the values that templates are given."""
+_DRAWS = re.compile(r"random|lipsum|shuffle")
+"""What is in a template that may draw random numbers."""
 
 
 class _Confined:
@@ -122,18 +131,25 @@ class ConfinedTaskRenderer(_Confined):
 
     def render(self, source: str, document: Mapping[str, Any]) -> str:
         """Return the text that a template makes of a document; see ``rendering.TaskRenderer.render``."""
-        return str(self._ask(source, _pickled(document))["text"])
+        draws = _DRAWS.search(source) is not None
+        answer = self._ask(source, _pickled(document), random.getstate() if draws else None)
+        if draws:  # as if it had been drawn here
+            version, numbers, rest = answer["random"]
+            random.setstate((version, tuple(numbers), rest))
+        return str(answer["text"])
 
 
 class _PlainPickler(pickle.Pickler):
-    """Refuses what is no plain value: the methods of some objects, such as an image's, write files."""
+    """Puts a mark in the place of what is no plain value: the methods of some objects, such as an image's, write files.
 
-    def reducer_override(self, value: object) -> Any:
-        if type(value) in _PLAIN or any(value is kind for kind in _PLAIN):
-            return NotImplemented
-        raise TemplateRefusalError(
-            f"the document holds a {type(value).__name__}, which no template is given; {REMEDY_OF_TASKS}"
-        )
+    A template that uses such a mark is refused.
+    """
+
+    def persistent_id(self, value: object) -> str | None:
+        kind = type(value)
+        if kind in _PLAIN or any(value is one for one in _CLASSES):
+            return None
+        return kind.__name__
 
 
 def _pickled(document: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ What somebody names must be usable. What is only found, in a folder or by a wild
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
@@ -82,13 +82,13 @@ def find_files(*paths: str, held_out: bool = False) -> FoundFiles:
     for source in paths:
         path = path_of(source)
         with accessing(path):
-            folder, found, others = _look(path, held_out=held_out)
+            places, found, others = _look(path, held_out=held_out)
             left_out += others
             for file in found:
                 if file in taken:
                     repeated.append(file)
                 else:
-                    taken[file] = _as_found(file, folder)
+                    taken[file] = _as_found(file, places)
     return FoundFiles(tuple(taken.values()), tuple(left_out), tuple(repeated))
 
 
@@ -97,8 +97,8 @@ def is_data_file(file: Path) -> bool:
     return not file.name.startswith(".") and not _why_not_by_name(file)
 
 
-def _look(path: Path, *, held_out: bool) -> tuple[Path | None, list[Path], list[LeftOut]]:
-    """Return the folder of one path, its files, and what is left out; no folder if the path is that of a file."""
+def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Path], list[LeftOut]]:
+    """Return where the files of one path are, unless it is that of a file; the files; and what is left out."""
     folder = path
     if path.is_dir():
         found = sorted(_walk(path))
@@ -110,7 +110,7 @@ def _look(path: Path, *, held_out: bool) -> tuple[Path | None, list[Path], list[
             raise DataError(f"data source {str(path)!r} is {why}; copy it to this machine")
         if _lacks_index(path) and not _may_lack_index(path):
             raise DataError(f"data source {str(path)!r} is {_WITHOUT_INDEX}: {index_of(path)} does not exist")
-        return None, [path], []
+        return {}, [path], []
     elif has_magic(str(path)):
         folder, pattern = _divided(path)
         found = sorted(_matches(folder, pattern))
@@ -122,7 +122,8 @@ def _look(path: Path, *, held_out: bool) -> tuple[Path | None, list[Path], list[
         )
     belonging = {other for file in found for other in beside(file)}
     found = [file for file in found if file not in belonging]
-    left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder))]
+    places: dict[Path, Place] = {}
+    left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder, places))]
     files = _without(found, left_out)
     left_out += [LeftOut(file, reason) for file, reason in not_of_data_sets(files, folder)]
     files = _without(files, left_out)
@@ -130,7 +131,7 @@ def _look(path: Path, *, held_out: bool) -> tuple[Path | None, list[Path], list[
         only = f"; left out {_described(left_out)}" if left_out else ""
         raise DataError(f"{where} no {known_kinds()}{only}")
     not_asked = _of_other_splits(files, folder, held_out=held_out)
-    return folder, _without(files, not_asked), [*left_out, *not_asked]
+    return places, _without(files, not_asked), [*left_out, *not_asked]
 
 
 def _without(files: Sequence[Path], left_out: Sequence[LeftOut]) -> list[Path]:
@@ -149,16 +150,20 @@ def _of_other_splits(files: Sequence[Path], folder: Path, *, held_out: bool) -> 
     return [LeftOut(file, "for validation or tests") for file in for_others]
 
 
-def _why_not(file: Path, folder: Path) -> str:
-    """Return why a file that was found below a folder is not read; empty if it is."""
+def _why_not(file: Path, folder: Path, places: dict[Path, Place]) -> str:
+    """Return why a file that was found below a folder is not read; empty if it is: then ``places`` gets its own."""
     why = _why_not_by_name(file) or _only_local(file)
     if not why and _lacks_index(file) and not (_may_lack_index(file) and file.is_file() and has_llmc_header(file)):
         why = _WITHOUT_INDEX  # others also write .bin, such as weights of a model
     if why or isinstance(file, RemotePath):
         return why
     index = index_of(file)
-    parts = [file] if index is None or not index.exists() else [file, index]
-    return "" if all(_is_given(part, folder, file) for part in parts) else "behind a link out of the folder"
+    for part in [file] if index is None or not index.exists() else [file, index]:
+        place = _place(part, folder, is_of_records=_holds_records(file))
+        if place is None:
+            return "behind a link out of the folder"
+        places[part] = place
+    return ""
 
 
 def _why_not_by_name(file: Path) -> str:
@@ -186,45 +191,40 @@ def _may_lack_index(file: Path) -> bool:
     return kind is not None and kind.may_lack_index
 
 
-def _is_given(file: Path, folder: Path, data: Path) -> bool:
-    """Return whether who made a folder may give a file of it to others.
+def _place(file: Path, folder: Path, *, is_of_records: bool) -> Place | None:
+    """Return where a file of a folder is; None if who made the folder may not give it to others.
 
     It is below the folder wherever links lead, or in a data set of Hugging Face's cache. A file of records may also be
     elsewhere, if whoever made the links owns it, or has made them for themselves. But any file is a text, and the ids
     of one: even links of one's own, which an archive may have held, could put a private file into the model.
-
-    Args:
-        file: the file, or its index.
-        folder: where it was found.
-        data: the file of the data.
     """
-    target = file.resolve()
-    kind = kind_of(data)
-    if _root(target, folder) is not None:
-        return True
-    if kind is None or kind.is_document or kind.is_mapped:
-        return False
-    places = (file, *file.parents[: len(file.relative_to(folder).parts) - 1])
-    owners = {place.lstat().st_uid for place in places if place.is_symlink()}
-    return owners <= {os.geteuid(), 0} or owners == {target.stat().st_uid}
+    target = Path(os.path.realpath(file))  # followed once: somebody could change a link meanwhile
+    root = _root(target, folder)
+    if root is not None:
+        return Place(target, root)
+    if not is_of_records:
+        return None
+    ways = (file, *file.parents[: len(file.relative_to(folder).parts) - 1])
+    owners = {way.lstat().st_uid for way in ways if way.is_symlink()}
+    is_given = owners <= {os.geteuid(), 0} or owners == {target.lstat().st_uid}
+    return Place(target, target.parent) if is_given else None
 
 
 def _root(target: Path, folder: Path) -> Path | None:
     """Return the folder in which a file is, without links: the source's, or that of a data set in the Hub's cache."""
-    if target.is_relative_to(folder.resolve()):
-        return folder.resolve()
+    own = Path(os.path.realpath(folder))
+    if target.is_relative_to(own):
+        return own
     in_cache = (
         parent for parent in target.parents if parent.name in _IN_CACHE and parent.parent.name.startswith("datasets--")
     )
     return next(in_cache, None)
 
 
-def _place(file: Path, folder: Path | None) -> Place | None:
-    """Return where a file of a folder is; None if it is named, or elsewhere than on this machine."""
-    if folder is None or isinstance(file, RemotePath):
-        return None
-    target = file.resolve()
-    return Place(target, _root(target, folder) or target.parent)
+def _holds_records(file: Path) -> bool:
+    """Return whether a file of a kind has records: one of texts or ids may have any contents."""
+    kind = kind_of(file)
+    return kind is not None and not kind.is_document and not kind.is_mapped
 
 
 def _is_document(file: Path) -> bool:
@@ -232,18 +232,16 @@ def _is_document(file: Path) -> bool:
     return kind is not None and kind.is_document
 
 
-def _as_found(path: Path, folder: Path | None) -> SourceFile:
-    place = _place(path, folder)
-    if isinstance(path, RemotePath):
-        found = path.as_listed()
-    elif place is None:
-        found = path.stat()
-    else:
+def _as_found(path: Path, places: Mapping[Path, Place]) -> SourceFile:
+    place = places.get(path)
+    if place is not None:
         found = place.file.lstat()
+    else:
+        found = path.as_listed() if isinstance(path, RemotePath) else path.stat()
     if not stat.S_ISREG(found.st_mode):  # such as a pipe, where reading would wait
         raise DataError(f"{path} is not a regular file; write the data into a file")
     index = index_of(path)
-    index_file = None if index is None or not index.exists() else _as_found(index, folder)
+    index_file = None if index is None or not index.exists() else _as_found(index, places)
     return SourceFile(path, found.st_size, found.st_mtime_ns, found.st_ctime_ns, index_file, place)
 
 

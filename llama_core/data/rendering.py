@@ -6,9 +6,11 @@ process can be stopped. The program needs nothing but Jinja, so that it starts a
 """
 
 import base64
+import io
 import json
 import math
 import pickle
+import random
 import re
 import resource
 import secrets
@@ -53,6 +55,9 @@ REMEDY_OF_TASKS = "mend the task, or choose another"
 MOST_TEMPLATES = 1000
 """Most templates of tasks that are kept compiled."""
 _COUNTED = "counted"
+
+_WIDE = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(?:\*|\d{5}|\d*\.(?:\*|\d{5}))")
+"""A place in a text for a value of many characters."""
 
 _BEGIN, _END = (f"\0{secrets.token_hex(8)}\0" for _ in range(2))  # no conversation holds these
 _HAS_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -278,7 +283,7 @@ def _regex_replace(string: str, pattern: str, repl: str, count: int = 0) -> str:
 
 def _is_large(operator: str, left: Any, right: Any) -> bool:
     if operator == "%":
-        return isinstance(left, str) and re.search(r"\*|\d{5}", left) is not None
+        return isinstance(left, str) and _WIDE.search(left) is not None
     if isinstance(left, int) and isinstance(right, int):
         factor = right if operator == "**" else 1
         return abs(factor) > LARGEST_BITS or left.bit_length() * abs(factor) + right.bit_length() > LARGEST_BITS
@@ -345,8 +350,7 @@ def main(requests: Iterable[bytes], answers: IO[bytes]) -> None:
             if renderer is None:
                 renderer = _renderer(*request)
             elif isinstance(renderer, TaskRenderer):
-                source, document = request
-                answer = {"text": renderer.render(source, pickle.loads(base64.b64decode(document)))}
+                answer = _answer_for_task(renderer, *request)
             else:
                 answer = _answer(renderer, *request)
         except (TemplateRefusalError, InvalidTemplateError) as error:
@@ -361,6 +365,33 @@ def _renderer(
     if source is None:
         return TaskRenderer(most_steps)
     return Renderer(source, variables, date.fromisoformat(today), most_steps)
+
+
+def _answer_for_task(renderer: TaskRenderer, source: str, document: str, drawn: Sequence[Any] | None) -> dict[str, Any]:
+    if drawn is None:
+        return {"text": renderer.render(source, _Unpickler(io.BytesIO(base64.b64decode(document))).load())}
+    version, numbers, rest = drawn
+    random.setstate((version, tuple(numbers), rest))
+    return _answer_for_task(renderer, source, document, None) | {"random": random.getstate()}
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, kind: str) -> "_Withheld":
+        return _Withheld(kind)
+
+
+class _Withheld:
+    """Stands for a value of a document that no template is given, by the name of its type."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise jinja2.TemplateError(f"the document holds a {self._kind}, which no template is given")
+
+    __str__ = __repr__ = __format__ = __getattr__ = __getitem__ = __contains__ = __iter__ = __len__ = __bool__ = _refuse
+    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __mul__ = __rmul__ = _refuse
+    __hash__ = object.__hash__
 
 
 def _answer(

@@ -8,8 +8,9 @@ Source: sentencepiece_model.proto of https://github.com/google/sentencepiece, fo
 
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\n")
 """How a file begins that has the bytes of a token in base64, and its id, on each line."""
 _LONGEST_PIECE = 256
 """Most characters of a piece; SentencePiece itself makes none of more than 16 unless it is told to."""
+_MOST_MERGES = 32
+"""Most pairs that make a piece, over all pieces; Llama 2 has two for each."""
 _CONVERSION = (
     'convert it with: pip install transformers sentencepiece; python -c "from transformers import AutoTokenizer; '
     "AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')\""
@@ -126,9 +129,8 @@ class SentencePieceModel:
         vocab = {piece.text: index for index, piece in enumerate(self.pieces)}
         unknown = next((piece.text for piece in self.pieces if piece.kind == _UNKNOWN), None)
         has_bytes = any(piece.kind == _BYTE for piece in self.pieces)
-        tokenizer = Tokenizer(
-            BPE(vocab, list(self._merges()), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
-        )
+        merges = listed_merges(self._merges(), len(vocab))
+        tokenizer = Tokenizer(BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes))
         steps: list[normalizers.Normalizer] = [normalizers.Precompiled(self.charsmap)] if self.charsmap else []
         if self.removes_spaces:
             steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -149,11 +151,27 @@ class SentencePieceModel:
         scores = {piece.text: piece.score for piece in self.pieces if piece.kind == _NORMAL}
         places = {text: place for place, text in enumerate(scores)}
         for text in sorted(scores, key=lambda text: -scores[text]):
-            cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
-            yield from sorted(
-                (cut for cut in cuts if cut[0] in scores and cut[1] in scores),
-                key=lambda cut: (places[cut[0]], places[cut[1]]),
-            )
+            yield from sorted(cuts_of(text, scores), key=lambda cut: (places[cut[0]], places[cut[1]]))
+
+
+def cuts_of(text: str, known: Container[str]) -> Iterator[tuple[str, str]]:
+    """Yield each way to make a piece of two that are known."""
+    for at in range(1, len(text)):
+        if text[:at] in known and text[at:] in known:
+            yield text[:at], text[at:]
+
+
+def listed_merges(merges: Iterable[tuple[str, str]], num_pieces: int) -> list[tuple[str, str]]:
+    """Return the merges of a vocabulary.
+
+    Raises:
+        NotSentencePieceError: if there are many more than pieces.
+    """
+    most = _MOST_MERGES * num_pieces
+    listed = list(islice(merges, most + 1))
+    if len(listed) > most:
+        raise NotSentencePieceError(f"its {num_pieces:,} pieces have more than {most:,} merges; copy it again")
+    return listed
 
 
 def _piece(content: bytes) -> Piece:

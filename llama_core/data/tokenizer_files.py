@@ -7,14 +7,15 @@ cut text in a way of their own. Any class then adds the tokens that ``tokenizer_
 """
 
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_core.data.sentencepiece import SPACE, NotSentencePieceError, SentencePieceModel
-from llama_core.data.tokenizer_limits import is_of_tokenizers, refuse_costly
+from llama_core.data.sentencepiece import SPACE, NotSentencePieceError, SentencePieceModel, cuts_of, listed_merges
+from llama_core.data.tokenizer_limits import is_of_tokenizers, refuse_costly, refuse_costly_file
 from llama_core.errors import DataError, why_unreadable
 from llama_core.records.files import read_file
 from llama_core.units import MIB
@@ -186,6 +187,7 @@ class _Files:
                 "set PreTrainedTokenizerFast there if the file is right"
             )
         if not self._is_sentencepiece:
+            refuse_costly_file(self._content, str(self._file))
             backend = Tokenizer.from_buffer(self._content)
             return self._rebuilt(json.loads(self._content), backend) if self._is_rebuilt else backend
         model = self._model
@@ -197,7 +199,7 @@ class _Files:
                 "tokenizer.json of the same model beside it"
             )
         vocab = {piece.text: index for index, piece in enumerate(model.pieces)}
-        return self._llama(vocab, list(_merges(vocab)))
+        return self._llama(vocab, listed_merges(_merges(vocab), len(vocab)))
 
     @cached_property
     def _model(self) -> SentencePieceModel:
@@ -293,7 +295,7 @@ class _Files:
         for content, index in self._added.items():
             is_special = content in special
             flags = {"content": content, "special": is_special, "normalized": not is_special}
-            yield self._file.with_name(ADDED_TOKENS), index, flags
+            yield self._file.with_name(ADDED_TOKENS), operator.index(index), flags
         if not self._is_sentencepiece:
             for token in json.loads(self._content)["added_tokens"]:
                 yield self._file, token["id"], token
@@ -368,18 +370,29 @@ def frame_texts(backend: "tokenizers.Tokenizer", before: Iterable[str], after: I
     """Let a tokenizer add these tokens before and after each text."""
     from tokenizers import processors
 
-    frame = [*before, "$A", *after]
-    special = [(token, backend.token_to_id(token)) for token in dict.fromkeys(frame) if token != "$A"]
-    backend.post_processor = processors.TemplateProcessing(single=frame, special_tokens=special)
+    text: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+    first, last = list(before), list(after)
+    special = {token: {"id": token, "ids": [backend.token_to_id(token)], "tokens": [token]} for token in first + last}
+    framed = processors.TemplateProcessing(single="$A")
+    # in the strings that the constructor takes, a token such as "$A" or "a:1" would mean something else
+    described = {
+        "type": "TemplateProcessing",
+        "single": [*map(_special_piece, first), text, *map(_special_piece, last)],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": special,
+    }
+    framed.__setstate__(json.dumps(described).encode())
+    backend.post_processor = framed
+
+
+def _special_piece(token: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": token, "type_id": 0}}
 
 
 def _merges(vocab: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of tokens that make a token, in the order of transformers: by its id, the shorter part first."""
     for token in sorted(vocab, key=vocab.__getitem__):
-        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        yield from sorted(
-            (cut for cut in cuts if cut[0] in vocab and cut[1] in vocab), key=lambda cut: (len(cut[0]), len(cut[1]))
-        )
+        yield from sorted(cuts_of(token, vocab), key=lambda cut: (len(cut[0]), len(cut[1])))
 
 
 def _json(path: Path) -> dict[str, Any]:

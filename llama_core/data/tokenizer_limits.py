@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import os
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -23,18 +24,48 @@ MOST_GROWTH = 256
 """How many times as long the steps of a tokenizer may make a text; that of T5 may make it 72 times as long."""
 MOST_ADDED = 1000
 """Most tokens that a tokenizer may add to each text; one or two are usual."""
+MOST_CHARACTERS = 4096
+"""Most characters of a token; the longest of the known tokenizers are some hundreds of spaces."""
 MOST_SECONDS = 60
 """Most time for a text of a few words; see ``SLOWEST``."""
 SLOWEST = 10_000
 """Fewest characters of a long text per second; a core tokenises about a million."""
+_PROBES = ("a", "b", " ")
+"""A pattern that matches nothing does so beside at least two of these."""
 _STEPS = ("normalizers", "pretokenizers", "decoders")
 """The keys of the steps of a sequence."""
-_GROWTH: Mapping[str | None, float] = {"ByteLevel": 4.0, "BertNormalizer": 3.0}
-"""A character for each byte of UTF-8; a space on both sides of a Chinese character."""
+_PARTS = ("normalizer", "pre_tokenizer", "decoder", "post_processor")
+_GROWTH: Mapping[str | None, float] = {"ByteLevel": 4.0, "BertNormalizer": 3.0, "Metaspace": 2.0, "WordPiece": 2.0}
+"""A character for each byte of UTF-8; a space on both sides of a Chinese character; one before each word or token."""
+_PLACES = re.compile(r"\(\?|\\[bBAzZGKk0-9]|[\^$]")
+"""What may match a place and no character in a regular expression, or refers to a part that may be empty."""
 
 Result = TypeVar("Result")
 _Order = tuple[Callable[[], Any], Future[Any]]
 """What is to be called, and where its result goes."""
+
+
+def refuse_costly_file(content: bytes, file: str) -> None:
+    """Refuse a ``tokenizer.json`` before it is loaded, which normalises its added tokens; see ``refuse_costly``.
+
+    Raises:
+        DataError: with what in ``file`` costs too much, or if it is nested too deeply.
+        ValueError: if it is no JSON.
+    """
+    try:
+        described = json.loads(content)
+        parts = {key: described.get(key) or {} for key in _PARTS}
+        vocab = described["model"]["vocab"]
+        longest = max((len(piece if isinstance(piece, str) else piece[0]) for piece in vocab), default=0)
+        _refuse(parts, file)
+    except RecursionError:
+        raise DataError(f"tokenizer {file!r} is nested too deeply; use another") from None
+    except (AttributeError, KeyError, LookupError, TypeError):
+        return  # the package says what is wrong with it
+    if longest > MOST_CHARACTERS:
+        raise DataError(
+            f"tokenizer {file!r} has a token of {longest:,} characters, more than {MOST_CHARACTERS:,}; use another"
+        )
 
 
 def refuse_costly(backend: "tokenizers.Tokenizer", file: str) -> None:
@@ -43,19 +74,7 @@ def refuse_costly(backend: "tokenizers.Tokenizer", file: str) -> None:
     Raises:
         DataError: with what in ``file`` does so.
     """
-    for keys in (("normalizer", "pre_tokenizer"), ("decoder",)):
-        growth = math.prod(_growth(_described(getattr(backend, key))) for key in keys)
-        if growth > MOST_GROWTH:
-            raise DataError(
-                f"the {' and the '.join(keys)} in tokenizer {file!r} may make a text {growth:,.0f} times as long, more "
-                f"than {MOST_GROWTH} times; shorten what their steps write, or use another tokenizer"
-            )
-    num_added = _num_added(_described(backend.post_processor))
-    if num_added > MOST_ADDED:
-        raise DataError(
-            f"the post_processor in tokenizer {file!r} adds {num_added:,} tokens to each text, more than {MOST_ADDED:,}"
-            "; leave them out, or use another tokenizer"
-        )
+    _refuse({key: _described(getattr(backend, key)) for key in _PARTS}, file)
     if dropout := getattr(backend.model, "dropout", None):
         raise DataError(
             f"the model in tokenizer {file!r} has dropout={dropout:g}, with which a text gets other tokens each time; "
@@ -69,21 +88,49 @@ def _described(part: Any) -> Mapping[str, Any]:
     return described
 
 
+def _refuse(parts: Mapping[str, Mapping[str, Any]], file: str) -> None:
+    for keys in (("normalizer", "pre_tokenizer"), ("decoder",)):
+        growth = math.prod(_growth(parts[key]) for key in keys)
+        if growth > MOST_GROWTH:
+            raise DataError(
+                f"the {' and the '.join(keys)} in tokenizer {file!r} may make a text {growth:,.0f} times as long, more "
+                f"than {MOST_GROWTH} times; shorten what their steps write, or use another tokenizer"
+            )
+    num_added, num_texts = _framing(parts["post_processor"])
+    if num_added > MOST_ADDED or num_texts > 1:
+        repeats = f" and repeats it {num_texts:,} times" if num_texts > 1 else ""
+        raise DataError(
+            f"the post_processor in tokenizer {file!r} adds {num_added:,} tokens to each text{repeats}; at most "
+            f"{MOST_ADDED:,} are added, to one text; leave them out, or use another tokenizer"
+        )
+
+
 def _growth(step: Mapping[str, Any]) -> float:
     """Return an upper bound of how many times as long a step makes a text, for those that lengthen it each time."""
     match step.get("type"):
         case "Sequence":
             return math.prod(_growth(one) for key in _STEPS for one in step.get(key, ()))
         case "Replace":
-            written = len(step["content"])
-            replaced = len(step["pattern"].get("String", ""))
-            # a regular expression may match nothing, between any two characters
+            written, pattern = len(step["content"]), step["pattern"]
+            replaced = len(pattern.get("String", "")) or int(_consumes(pattern.get("Regex", "")))
             return max(1.0, written / replaced) if replaced else 1.0 + written
         case "Prepend":
             return 1.0 + len(step["prepend"])
         case "Precompiled":
             return _longest_replacement(base64.b64decode(step["precompiled_charsmap"] or ""))
+        case "BPEDecoder" | "CTC":
+            return 1.0 if step.get("suffix", step.get("word_delimiter_token")) else 2.0
     return _GROWTH.get(step.get("type"), 1.0)
+
+
+def _consumes(pattern: str) -> bool:
+    """Return whether a regular expression surely matches no empty place, as between any two characters."""
+    from tokenizers import Regex, normalizers
+
+    if not pattern or _PLACES.search(pattern.replace("(?:", "(")):
+        return False
+    step = normalizers.Replace(Regex(pattern), "x")
+    return all(len(step.normalize_str(text)) == 1 for text in _PROBES)
 
 
 def _longest_replacement(charsmap: bytes) -> float:
@@ -96,15 +143,16 @@ def _longest_replacement(charsmap: bytes) -> float:
     return float(max(len(text.decode(errors="replace")) or 1 for text in texts.split(b"\0")))
 
 
-def _num_added(step: Mapping[str, Any]) -> int:
-    """Return how many tokens a step adds to each text."""
+def _framing(step: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many tokens a step adds to each text, and how often the text itself is in what it makes."""
     if step.get("type") == "Sequence":
-        return sum(map(_num_added, step["processors"]))
+        inner = [_framing(one) for one in step["processors"]]
+        return sum(added for added, _ in inner), math.prod(max(1, texts) for _, texts in inner)
     tokens = step.get("special_tokens")
     if not isinstance(tokens, dict):
-        return 0
-    named = (piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece)
-    return sum(len(tokens[name]["ids"]) for name in named)
+        return 0, 1
+    named = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+    return sum(len(tokens[name]["ids"]) for name in named), len(step["single"]) - len(named)
 
 
 class Limited:

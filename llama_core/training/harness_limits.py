@@ -1,5 +1,6 @@
 """Limits of lm-evaluation-harness and its libraries while they run tasks that may be somebody else's."""
 
+import ast
 import contextlib
 import functools
 import io
@@ -25,6 +26,8 @@ from llama_core.training.task_data import checked_data
 
 PROGRAMS = "evaluate"
 """The package that fetches metrics from the Hub, and executes them."""
+MOST_OF_A_LITERAL = 2**20
+"""Most characters of a list that a template writes, as choices and targets of a task may be."""
 PATTERN_SECONDS = 60
 """Most time of the filters and metrics of a task for one question."""
 
@@ -52,6 +55,7 @@ def quiet(*, allow_code: bool) -> Iterator[None]:
             stack.enter_context(checked_data(allow_code=allow_code))
             if not allow_code:
                 lm_eval.utils.env = _Confined()
+                stack.enter_context(_short_literals())
                 stack.enter_context(_not_importable(PROGRAMS))
             elif find_spec(PROGRAMS) is not None:
                 stack.enter_context(_no_metric_of_current_folder())
@@ -77,6 +81,22 @@ class _Confined:
     def from_string(self, source: str) -> Any:
         """Return a template."""
         return SimpleNamespace(render=lambda **document: self._renderer.render(source, document))
+
+
+@contextlib.contextmanager
+def _short_literals() -> Iterator[None]:
+    """Inside the block, the harness evaluates no long text as a literal: a list may take thousands of times as much."""
+
+    def literal_eval(text: str) -> Any:
+        if len(text) > MOST_OF_A_LITERAL:
+            raise DataError(f"a template gives a list of {len(text):,} characters, more than {MOST_OF_A_LITERAL:,}")
+        return ast.literal_eval(text)
+
+    lm_eval.api.task.ast = SimpleNamespace(literal_eval=literal_eval)
+    try:
+        yield
+    finally:
+        lm_eval.api.task.ast = ast
 
 
 class ProgramError(Exception):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from corpora import write_jsonl
 
-from llama_core.data import file_kinds, json_values, source_file
+from llama_core.data import file_kinds, find, json_values, source_file
 from llama_core.data.corpus import Document, Tally, read_documents
 from llama_core.data.file_kinds import KINDS, index_of
 from llama_core.data.find import find_files
@@ -181,6 +181,28 @@ def test_a_file_that_becomes_a_link_after_it_was_found_is_not_read(here, name):
     Path("in", name).symlink_to(f"../private/{name}")
     with pytest.raises(OSError, match="it is a link"), file.open():
         pass
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.bin"])
+def test_a_file_that_becomes_a_link_while_others_are_looked_at_is_not_read(here, monkeypatch, name):
+    """Whoever made the folder sees when others of its files are opened."""
+    put(f"in/{name}", "in/a.idx", "in/z.bin", f"private/{name}")
+
+    def swapped(path):
+        Path("in", name).unlink(missing_ok=True)
+        Path("in", name).symlink_to(f"../private/{name}")
+        return False
+
+    monkeypatch.setattr(find, "has_llmc_header", swapped)
+    with pytest.raises((DataError, OSError)):
+        [file.open() for file in find_files("in").files]
+
+
+def test_a_link_to_itself_is_one_line(here):
+    put("in/a.jsonl")
+    Path("in/b.jsonl").symlink_to("b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl"):
+        find_files("in")
 
 
 def test_the_links_of_hugging_faces_cache_are_its_own_files(here):

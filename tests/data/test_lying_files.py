@@ -111,3 +111,19 @@ def test_ids_are_read_and_not_mapped_so_that_a_file_cut_short_is_an_error(tmp_pa
         path.write_bytes(b"\0\0")
         with pytest.raises(DataError, match=r"ids was cut short while it was read; copy it again"):
             ids[4000:4100]
+
+
+def test_an_index_of_more_bytes_than_its_documents_take_is_refused_unread(tmp_path):
+    path = tmp_path / "a.ds"
+    np.arange(1, 6, dtype="<u2").tofile(path)
+    with (tmp_path / "a.ds.index").open("wb") as index:
+        index.truncate(40 * 2**30)
+    assert "a.ds.index has 42,949,672,960 bytes, more than the documents of a.ds take; copy both again" in refusal(path)
+
+
+def test_a_document_of_ids_is_no_larger_than_one_of_text(tmp_path):
+    path = tmp_path / "a.ds"
+    with path.open("wb") as ids:
+        ids.truncate(600 * 2**20)
+    np.array([300 * 2**20], "<u8").tofile(tmp_path / "a.ds.index")
+    assert "a document has more than the 256 MiB that a document may have; split it" in refusal(path)

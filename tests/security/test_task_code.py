@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import random
 import re
 from contextlib import suppress
 from datetime import date
@@ -135,7 +136,7 @@ def test_a_document_that_is_an_object_is_given_to_no_template(tmp_path, mark):
             with pytest.raises(TemplateRefusalError, match="holds a Picture, which no template is given"):
                 render(template, {"image": Picture()})
         assert not mark.exists()
-        plain = {"text": "a b", "answers": ["x"], "more": {"of": 1.5}, "nothing": None}
+        plain = {"text": "a b", "answers": ["x"], "more": {"of": 1.5}, "nothing": None, "image": Picture()}
         template = "{{ text.split(' ')[1] ~ answers.index('x') ~ more.of ~ more.get('no') ~ nothing }}"
         assert render(template, plain) == "b01.5NoneNone"
         assert (
@@ -308,6 +309,30 @@ def test_a_template_of_a_task_has_limits_of_time_and_memory(monkeypatch, templat
         document = {"day": date(2026, 1, 31), "answers": [b"x", 1.5, None], "by_number": {7: "seven"}}
         template = "{{ day.year ~ answers[1] ~ by_number[7] }}{{ ' a-b' | regex_replace('-', '+') }}\n"
         assert lm_eval.utils.apply_template(template, document) == "20261.5seven a+b\n"
+
+
+def test_a_list_that_a_template_writes_is_short(tmp_path):
+    own = {"doc_to_text": "x", "doc_to_target": "[{% for i in range(80) %}{{ '1,' * 100000 }}{% endfor %}1]"}
+    tasks = Tasks(
+        ["long"], folder=make_tasks(tmp_path / "tasks", {"short": {}, "long": {"output_type": "generate_until"} | own})
+    )
+    (task,) = tasks._by_name["long"]["tasks"].values()
+    with (
+        quiet(allow_code=False),
+        pytest.raises(DataError, match=r"a list of 16,000,002 characters, more than 1,048,576"),
+    ):
+        task.doc_to_target({"question": "?"})
+
+
+def test_random_choices_of_templates_are_those_of_the_harness():
+    template = "{{ range(1000) | random }} {{ lipsum(1, false) }}"
+    texts = []
+    for confined in (False, True):
+        random.seed(1234)
+        with quiet(allow_code=not confined):
+            texts.append([lm_eval.utils.apply_template(template, {}) for _ in range(3)])
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 3
 
 
 def test_the_patterns_of_a_task_have_a_limit_of_time(tmp_path, monkeypatch):
