@@ -126,4 +126,4 @@ def test_a_document_of_ids_is_no_larger_than_one_of_text(tmp_path):
     with path.open("wb") as ids:
         ids.truncate(600 * 2**20)
     np.array([300 * 2**20], "<u8").tofile(tmp_path / "a.ds.index")
-    assert "a document has more than the 256 MiB that a document may have; split it" in refusal(path)
+    assert "a document has more than the 256.00 MiB that a document may have; split it" in refusal(path)

@@ -133,7 +133,7 @@ def test_a_document_that_is_an_object_is_given_to_no_template(tmp_path, mark):
             "{{ '{0.size}'.format(image) }}",
             "{{ image.__class__ }}",
         ):
-            with pytest.raises(TemplateRefusalError, match="holds a Picture, which no template is given"):
+            with pytest.raises(TemplateRefusalError, match=r"holds a Picture, which no template is given|is unsafe"):
                 render(template, {"image": Picture()})
         assert not mark.exists()
         plain = {"text": "a b", "answers": ["x"], "more": {"of": 1.5}, "nothing": None, "image": Picture()}
@@ -313,15 +313,9 @@ def test_a_template_of_a_task_has_limits_of_time_and_memory(monkeypatch, templat
 
 def test_a_list_that_a_template_writes_is_short(tmp_path):
     own = {"doc_to_text": "x", "doc_to_target": "[{% for i in range(80) %}{{ '1,' * 100000 }}{% endfor %}1]"}
-    tasks = Tasks(
-        ["long"], folder=make_tasks(tmp_path / "tasks", {"short": {}, "long": {"output_type": "generate_until"} | own})
-    )
-    (task,) = tasks._by_name["long"]["tasks"].values()
-    with (
-        quiet(allow_code=False),
-        pytest.raises(DataError, match=r"a list of 16,000,002 characters, more than 1,048,576"),
-    ):
-        task.doc_to_target({"question": "?"})
+    folder = make_tasks(tmp_path / "tasks", {"long": {"output_type": "generate_until"} | own})
+    with pytest.raises(DataError, match=r"a template gives a list of 16,000,003 characters, more than 1,048,576"):
+        Tasks(["long"], folder=folder)
 
 
 def test_random_choices_of_templates_are_those_of_the_harness():
