@@ -123,7 +123,8 @@ def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Pat
     belonging = {other for file in found for other in beside(file)}
     found = [file for file in found if file not in belonging]
     places: dict[Path, Place] = {}
-    left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder, places))]
+    own = Path(os.path.realpath(folder))
+    left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder, own, places))]
     files = _without(found, left_out)
     left_out += [LeftOut(file, reason) for file, reason in not_of_data_sets(files, folder)]
     files = _without(files, left_out)
@@ -150,8 +151,11 @@ def _of_other_splits(files: Sequence[Path], folder: Path, *, held_out: bool) -> 
     return [LeftOut(file, "for validation or tests") for file in for_others]
 
 
-def _why_not(file: Path, folder: Path, places: dict[Path, Place]) -> str:
-    """Return why a file that was found below a folder is not read; empty if it is: then ``places`` gets its own."""
+def _why_not(file: Path, folder: Path, own: Path, places: dict[Path, Place]) -> str:
+    """Return why a file that was found below a folder is not read; empty if it is: then ``places`` gets its own.
+
+    ``own`` is the folder without links.
+    """
     why = _why_not_by_name(file) or _only_local(file)
     if not why and _lacks_index(file) and not (_may_lack_index(file) and file.is_file() and has_llmc_header(file)):
         why = _WITHOUT_INDEX  # others also write .bin, such as weights of a model
@@ -159,7 +163,7 @@ def _why_not(file: Path, folder: Path, places: dict[Path, Place]) -> str:
         return why
     index = index_of(file)
     for part in [file] if index is None or not index.exists() else [file, index]:
-        place = _place(part, folder, is_of_records=_holds_records(file))
+        place = _place(part, folder, own, is_of_records=_holds_records(file))
         if place is None:
             return "behind a link out of the folder"
         places[part] = place
@@ -191,7 +195,7 @@ def _may_lack_index(file: Path) -> bool:
     return kind is not None and kind.may_lack_index
 
 
-def _place(file: Path, folder: Path, *, is_of_records: bool) -> Place | None:
+def _place(file: Path, folder: Path, own: Path, *, is_of_records: bool) -> Place | None:
     """Return where a file of a folder is; None if who made the folder may not give it to others.
 
     It is below the folder wherever links lead, or in a data set of Hugging Face's cache. A file of records may also be
@@ -199,7 +203,7 @@ def _place(file: Path, folder: Path, *, is_of_records: bool) -> Place | None:
     of one: even links of one's own, which an archive may have held, could put a private file into the model.
     """
     target = Path(os.path.realpath(file))  # followed once: somebody could change a link meanwhile
-    root = _root(target, folder)
+    root = own if target.is_relative_to(own) else _in_cache(target)
     if root is not None:
         return Place(target, root)
     if not is_of_records:
@@ -210,15 +214,10 @@ def _place(file: Path, folder: Path, *, is_of_records: bool) -> Place | None:
     return Place(target, target.parent) if is_given else None
 
 
-def _root(target: Path, folder: Path) -> Path | None:
-    """Return the folder in which a file is, without links: the source's, or that of a data set in the Hub's cache."""
-    own = Path(os.path.realpath(folder))
-    if target.is_relative_to(own):
-        return own
-    in_cache = (
-        parent for parent in target.parents if parent.name in _IN_CACHE and parent.parent.name.startswith("datasets--")
-    )
-    return next(in_cache, None)
+def _in_cache(target: Path) -> Path | None:
+    """Return the folder of a data set in Hugging Face's cache that a file is in; None if it is in none."""
+    folders = (one for one in target.parents if one.name in _IN_CACHE and one.parent.name.startswith("datasets--"))
+    return next(folders, None)
 
 
 def _holds_records(file: Path) -> bool:
