@@ -67,7 +67,7 @@ def refuse_checkpoint_of_another(checkpoint: Path) -> None:
     run = run_of(checkpoint)
     if not run.config.exists():
         return
-    saved = RunConfig.load(checkpoint / run.config.name, below=run.path)
+    saved = RunConfig.load(checkpoint.absolute() / run.config.name, below=run.path)
     may_change_data = bool(read_data_changes(run).may_follow)
     changed = {
         key: clause

@@ -21,7 +21,7 @@ from llama_core.chain.conversation import Conversation
 from llama_core.chain.decay import branch_off
 from llama_core.chain.ends import learnt_template
 from llama_core.chain.export import export_run
-from llama_core.chain.generate import TextModel, choose_device
+from llama_core.chain.generate import TextModel, choose_device, find_model
 from llama_core.chain.prepare import other_tokenizer, prepare_run
 from llama_core.chain.runs import load_config
 from llama_core.config.hardware import gpu_spec
@@ -793,3 +793,11 @@ def test_a_message_that_fills_the_context_alone_is_refused_and_the_conversation_
 def test_a_system_prompt_that_cannot_be_used_is_refused_before_the_first_message(chatting, system, complaint):
     with pytest.raises(DataError, match=complaint):
         Conversation(text_model(chatting.path), system)
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints/step-00000001"])
+def test_a_run_may_be_named_by_a_relative_path(tmp_path, monkeypatch, given):
+    save_run(tmp_path / "run", {}, lambda engine, step: None)
+    monkeypatch.chdir(tmp_path)
+    weights, _ = find_model(Path(given), None, print)
+    assert weights == Path("run/checkpoints/step-00000001")
