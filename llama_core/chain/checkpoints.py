@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from llama_core.chain.runs import load_config
-from llama_core.config.recorded import LENGTH, RECORDED, differences, is_of_mixture
+from llama_core.config.recorded import LENGTH, RECORDED, other_differences
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
 from llama_core.models.pretrained import refuse_damaged
@@ -69,11 +69,7 @@ def refuse_checkpoint_of_another(checkpoint: Path) -> None:
         return
     saved = RunConfig.load(checkpoint.absolute() / run.config.name, below=run.path)
     may_change_data = bool(read_data_changes(run).may_follow)
-    changed = {
-        key: clause
-        for key, clause in differences(saved, load_config(run)).items()
-        if key not in LENGTH | RECORDED and not (may_change_data and is_of_mixture(key))
-    }
+    changed = other_differences(saved, load_config(run), LENGTH | RECORDED, may_change_data=may_change_data)
     if changed:
         raise CheckpointError(
             f"{checkpoint} was saved with other settings than {run.path} has ({'; '.join(changed.values())}); move it "

@@ -119,6 +119,17 @@ def is_of_mixture(key: str) -> bool:
     return key.startswith(("data.sources.", "data.stages"))
 
 
+def other_differences(
+    one: RunConfig, other: RunConfig, may_differ: Collection[str], *, may_change_data: bool
+) -> dict[str, str]:
+    """Return ``differences`` but for some keys and, if data may change, those of the mixture."""
+    return {
+        key: clause
+        for key, clause in differences(one, other).items()
+        if key not in may_differ and not (may_change_data and is_of_mixture(key))
+    }
+
+
 def refuse_edited(
     run: RunDirectory,
     config: RunConfig,
@@ -139,10 +150,7 @@ def refuse_edited(
     Raises:
         RunDirectoryError: naming what differs.
     """
-    found = {} if trained is None else differences(trained, config)
-    changed = {key: clause for key, clause in found.items() if key not in may_change}
-    if may_change_data:
-        changed = {key: clause for key, clause in changed.items() if not is_of_mixture(key)}
+    changed = {} if trained is None else other_differences(trained, config, may_change, may_change_data=may_change_data)
     if not changed or may_extend(config, changed):
         return
     raise RunDirectoryError(

@@ -134,8 +134,7 @@ class ConfinedTaskRenderer(_Confined):
         draws = _DRAWS.search(source) is not None
         answer = self._ask(source, _pickled(document), random.getstate() if draws else None)
         if draws:  # as if it had been drawn here
-            version, numbers, rest = answer["random"]
-            random.setstate((version, tuple(numbers), rest))
+            rendering.go_on_drawing(answer["random"])
         return str(answer["text"])
 
 

@@ -368,11 +368,16 @@ def _renderer(
 
 
 def _answer_for_task(renderer: TaskRenderer, source: str, document: str, drawn: Sequence[Any] | None) -> dict[str, Any]:
-    if drawn is None:
-        return {"text": renderer.render(source, _Unpickler(io.BytesIO(base64.b64decode(document))).load())}
-    version, numbers, rest = drawn
+    if drawn is not None:
+        go_on_drawing(drawn)
+    text = renderer.render(source, _Unpickler(io.BytesIO(base64.b64decode(document))).load())
+    return {"text": text, "random": None if drawn is None else random.getstate()}
+
+
+def go_on_drawing(state: Sequence[Any]) -> None:
+    """Let Python's generator go on from a state that has been JSON."""
+    version, numbers, rest = state
     random.setstate((version, tuple(numbers), rest))
-    return _answer_for_task(renderer, source, document, None) | {"random": random.getstate()}
 
 
 class _Unpickler(pickle.Unpickler):

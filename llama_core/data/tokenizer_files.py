@@ -187,9 +187,9 @@ class _Files:
                 "set PreTrainedTokenizerFast there if the file is right"
             )
         if not self._is_sentencepiece:
-            refuse_costly_file(self._content, str(self._file))
+            refuse_costly_file(self._described, str(self._file))
             backend = Tokenizer.from_buffer(self._content)
-            return self._rebuilt(json.loads(self._content), backend) if self._is_rebuilt else backend
+            return self._rebuilt(self._described, backend) if self._is_rebuilt else backend
         model = self._model
         if self._class == _ANY:
             return model.tokenizer(prefixes_each=bool(self._config.get("legacy", True)))
@@ -204,6 +204,14 @@ class _Files:
     @cached_property
     def _model(self) -> SentencePieceModel:
         return SentencePieceModel.parse(self._content)
+
+    @cached_property
+    def _described(self) -> Any:
+        """What a ``tokenizer.json`` holds."""
+        try:
+            return json.loads(self._content)
+        except RecursionError:
+            raise DataError(f"tokenizer {str(self._file)!r} is nested too deeply; use another") from None
 
     def _rebuilt(self, described: dict[str, Any], backend: "tokenizers.Tokenizer") -> "tokenizers.Tokenizer":
         """Return a tokenizer with the vocabulary of a ``tokenizer.json`` that cuts text as its class does."""
@@ -297,7 +305,7 @@ class _Files:
             flags = {"content": content, "special": is_special, "normalized": not is_special}
             yield self._file.with_name(ADDED_TOKENS), operator.index(index), flags
         if not self._is_sentencepiece:
-            for token in json.loads(self._content)["added_tokens"]:
+            for token in self._described["added_tokens"]:
                 yield self._file, token["id"], token
 
     def _add_tokens(self, backend: "tokenizers.Tokenizer", named: Mapping[str, str]) -> None:

@@ -45,15 +45,17 @@ _Order = tuple[Callable[[], Any], Future[Any]]
 """What is to be called, and where its result goes."""
 
 
-def refuse_costly_file(content: bytes, file: str) -> None:
+def refuse_costly_file(described: Any, file: str) -> None:
     """Refuse a ``tokenizer.json`` before it is loaded, which normalises its added tokens; see ``refuse_costly``.
 
+    Args:
+        described: what it holds.
+        file: where it is.
+
     Raises:
-        DataError: with what in ``file`` costs too much, or if it is nested too deeply.
-        ValueError: if it is no JSON.
+        DataError: with what in it costs too much, or if its steps are nested too deeply.
     """
     try:
-        described = json.loads(content)
         parts = {key: described.get(key) or {} for key in _PARTS}
         vocab = described["model"]["vocab"]
         longest = max((len(piece if isinstance(piece, str) else piece[0]) for piece in vocab), default=0)

@@ -5,8 +5,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from llama_core.errors import TrainingFailedError
+from llama_core.replacing import replaced_item
 
 _SAFE_PATH = "PYTHONSAFEPATH"
 
@@ -45,7 +45,8 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
                 receiver, sender = context.Pipe(duplex=False)
                 place = (rank, num_ranks, str(Path(folder) / "store"), timeout_s)
                 process: BaseProcess = context.Process(target=_run, args=(sender, place, function, args), daemon=True)
-                with _safe_path():
+                # Python's servers that fork processes would import from the current folder, as python -c does
+                with replaced_item(os.environ, _SAFE_PATH, "1"):
                     process.start()
                 sender.close()
                 processes.append(process)
@@ -55,20 +56,6 @@ def run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_
             for process in processes:
                 process.kill()
                 process.join()
-
-
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """Make Python's servers that fork processes import nothing from the current folder, as ``python -c`` would."""
-    before = os.environ.get(_SAFE_PATH)
-    os.environ[_SAFE_PATH] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_SAFE_PATH]
-        else:
-            os.environ[_SAFE_PATH] = before
 
 
 def _collect(answers: Sequence[Connection], deadline: float) -> list[Any]:

@@ -22,6 +22,7 @@ import lm_eval.utils
 
 from llama_core.data.confined import ConfinedTaskRenderer
 from llama_core.errors import ConfigError, DataError
+from llama_core.replacing import replaced, replaced_item
 from llama_core.training.task_data import checked_data
 
 PROGRAMS = "evaluate"
@@ -41,35 +42,29 @@ def quiet(*, allow_code: bool) -> Iterator[None]:
     """
     loggers = [logging.getLogger(name) for name in ("lm_eval", "huggingface_hub", "datasets")]
     levels = [logger.level for logger in loggers]
-    environment = lm_eval.utils.env
     bars = datasets.are_progress_bars_disabled()
-    before = os.environ.get("DISABLE_MULTIPROC")
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
-    os.environ["DISABLE_MULTIPROC"] = "1"  # a bootstrap in this process
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            stack.enter_context(replaced_item(os.environ, "DISABLE_MULTIPROC", "1"))  # a bootstrap in this process
             stack.enter_context(checked_data(allow_code=allow_code))
             if not allow_code:
-                lm_eval.utils.env = _Confined()
-                stack.enter_context(_short_literals())
-                stack.enter_context(_not_importable(PROGRAMS))
+                stack.enter_context(replaced(lm_eval.utils, "env", _Confined()))
+                stack.enter_context(replaced(lm_eval.api.task, "ast", SimpleNamespace(literal_eval=_short_literal)))
+                # the import of a module that is None is an ImportError
+                stack.enter_context(replaced_item(sys.modules, PROGRAMS, None))
             elif find_spec(PROGRAMS) is not None:
                 stack.enter_context(_no_metric_of_current_folder())
             yield
     finally:
-        lm_eval.utils.env = environment
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
         if not bars:
             datasets.enable_progress_bars()
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
 
 
 class _Confined:
@@ -83,20 +78,11 @@ class _Confined:
         return SimpleNamespace(render=lambda **document: self._renderer.render(source, document))
 
 
-@contextlib.contextmanager
-def _short_literals() -> Iterator[None]:
-    """Inside the block, the harness evaluates no long text as a literal: a list may take thousands of times as much."""
-
-    def literal_eval(text: str) -> Any:
-        if len(text) > MOST_OF_A_LITERAL:
-            raise DataError(f"a template gives a list of {len(text):,} characters, more than {MOST_OF_A_LITERAL:,}")
-        return ast.literal_eval(text)
-
-    lm_eval.api.task.ast = SimpleNamespace(literal_eval=literal_eval)
-    try:
-        yield
-    finally:
-        lm_eval.api.task.ast = ast
+def _short_literal(text: str) -> Any:
+    """Evaluate a text as a literal for the harness, unless it is long: a list may take thousands of times as much."""
+    if len(text) > MOST_OF_A_LITERAL:
+        raise DataError(f"a template gives a list of {len(text):,} characters, more than {MOST_OF_A_LITERAL:,}")
+    return ast.literal_eval(text)
 
 
 class ProgramError(Exception):
@@ -113,25 +99,8 @@ def known_metrics_only() -> Iterator[None]:
             raise ProgramError(name)
         return find(name)
 
-    lm_eval.api.task.get_metric = find_known
-    try:
+    with replaced(lm_eval.api.task, "get_metric", find_known):
         yield
-    finally:
-        lm_eval.api.task.get_metric = find
-
-
-@contextlib.contextmanager
-def _not_importable(name: str) -> Iterator[None]:
-    """Inside the block, importing a package is an ``ImportError``."""
-    before = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if before is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
 
 
 @contextlib.contextmanager
@@ -149,11 +118,8 @@ def _no_metric_of_current_folder() -> Iterator[None]:
             )
         return load(path, *args, **settings)
 
-    evaluate.load = load_of_hub
-    try:
+    with replaced(evaluate, "load", load_of_hub):
         yield
-    finally:
-        evaluate.load = load
 
 
 def limit_patterns(task: Any) -> None:

@@ -9,6 +9,7 @@ import datasets
 
 from llama_core.data.task_folder import ALLOW, READERS
 from llama_core.errors import ConfigError
+from llama_core.replacing import replaced
 
 _PLAIN = (
     *(datasets.Value, datasets.ClassLabel, datasets.Translation, datasets.TranslationVariableLanguages),
@@ -40,11 +41,8 @@ def checked_data(*, allow_code: bool) -> Iterator[None]:
                     _refuse_objects(path, name, feature)
         return found
 
-    datasets.load_dataset = load_checked
-    try:
+    with replaced(datasets, "load_dataset", load_checked):
         yield
-    finally:
-        datasets.load_dataset = load
 
 
 def _refuse_current_folder(path: str) -> None:
