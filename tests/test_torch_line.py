@@ -20,6 +20,7 @@ HEAVY = (
     "llama_core.data.supply",
     "llama_core.launch.rank.worker",
     "llama_core.launch.rank.checks",
+    "llama_core.launch.rank.building",
     "llama_core.launch.rank.loader",
 )
 """The modules that compute, and those a rank imports to compute: with torch."""

@@ -11,9 +11,9 @@ from rich.text import Text
 from llama_core.errors import safe
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed
+from llama_core.records.length import ChosenLength
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import newest_evaluation
-from llama_core.training.length import ChosenLength
 from llama_core.units import format_bytes, format_duration
 
 

@@ -1,6 +1,6 @@
 """What an objective measures of a step or an evaluation beside the loss, summed over all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llama_core.models.llama import Llama
 from llama_core.models.objective import MeasuringObjective
+from llama_core.parallel.expert import routing_statistics, routing_totals
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.measurements import StepRecord
 
@@ -33,6 +34,20 @@ def measured_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
         dist.all_reduce(total)
         total /= plan.tp  # these ranks compute the same
     return total
+
+
+def measured_on_the_way(model: Llama, plan: ParallelPlan) -> Callable[[], dict[str, float]]:
+    """Send what a step has measured to host memory; return what gives the fields of its record, once it is there.
+
+    All ranks must call it together, after each step.
+    """
+    routing = _to_host(routing_totals(model, plan))
+    measured = _to_host(measured_totals(model, plan))
+    return lambda: {**routing_statistics(routing, model.spec), **measured_fields(model, measured)}
+
+
+def _to_host(total: Tensor | None) -> Tensor | None:
+    return None if total is None else total.to("cpu", non_blocking=True)
 
 
 def held_out_fields(model: Llama, total: Tensor | None) -> Mapping[str, float]:

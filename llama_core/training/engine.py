@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -115,6 +116,21 @@ class StepResult:
     """Global gradient norm before clipping, fp32 scalar."""
     updated: Tensor
     """Whether the weights were updated, a boolean scalar; False if the loss or the norm was not finite."""
+
+
+@contextmanager
+def evaluating(engine: Engine) -> Iterator[None]:
+    """Switch dropout off inside the block. Without dropout the mode stays: another one would compile anew."""
+    engine.model.train(not drops_out(engine.model.spec))
+    try:
+        yield
+    finally:
+        engine.model.train()
+
+
+def drops_out(spec: ModelSpec) -> bool:
+    """Return whether a model has dropout in training."""
+    return spec.lora is not None and spec.lora.lora_dropout > 0
 
 
 def train_step(

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
@@ -14,8 +14,11 @@ from typing import Any, Literal
 import psutil
 import torch
 
+from llama_core.config.hardware import recognise_gpu
+from llama_core.config.models import ModelSpec
 from llama_core.config.settings import Precision
 from llama_core.planning.memory.profile import Phase
+from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.timelines import LaneRecord
 from llama_core.schedules.actions import Action
@@ -298,6 +301,35 @@ def core_wait_seconds() -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return 1e-9 * waited
+
+
+class FlopsUtilisation:
+    """Converts throughput into model FLOPs utilisation (MFU).
+
+    Args:
+        spec: the model.
+        num_devices: devices that train it.
+        precision: of the matrix products, whose rate is measured on a CPU.
+        device: this rank's device.
+    """
+
+    def __init__(self, spec: ModelSpec, num_devices: int, precision: Precision, device: torch.device) -> None:
+        self._spec = spec
+        self._num_devices = num_devices
+        self._precision = precision
+        self._device = device
+
+    def __call__(self, tokens_per_second: float, seq_len: int) -> float | None:
+        """Return the MFU at a number of tokens per second on all devices; None if a device's peak is unknown."""
+        return model_flops_utilisation(tokens_per_second, self._spec, seq_len, self._num_devices, self._peak_flops)
+
+    @cached_property
+    def _peak_flops(self) -> float | None:
+        """The device's peak in bf16; on the CPU, the rate of matrix products, measured; None for an unknown GPU."""
+        if self._device.type == "cpu":
+            return product_rate(self._precision)
+        gpu = recognise_gpu(torch.cuda.get_device_name(self._device))
+        return gpu.bf16_flops if gpu else None
 
 
 def product_rate(precision: Precision) -> float:

@@ -7,8 +7,8 @@ from llama_core.config.run import RunConfig
 from llama_core.records.checkpoints import checkpoint_step, list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
-from llama_core.training import checkpoint_interval
-from llama_core.training.checkpoint_interval import CheckpointInterval, best_interval
+from llama_core.training.parts import checkpoint_interval
+from llama_core.training.parts.checkpoint_interval import CheckpointInterval, best_interval
 
 seconds = st.floats(1e-3, 1e6)
 
@@ -47,7 +47,7 @@ def test_an_automatic_run_saves_when_it_chose_to_and_continues_with_its_choice(t
     trainer(run, steps=5, checkpoint_every="auto", keep_checkpoints=9).fit()
     assert [checkpoint_step(path) for path in list_checkpoints(run)] == [2, 3, 4, 5]
     assert read_json(run.checkpoint_interval)["num_steps"] == 1
-    assert trainer(run, steps=9, checkpoint_every="auto")._interval.is_due(6)
+    assert trainer(run, steps=9, checkpoint_every="auto").saves.is_due(6)
 
 
 @pytest.mark.parametrize("value", [-1, "often"])

@@ -53,8 +53,8 @@ def gains_of(model, batch):
 def test_the_reference_holds_every_answer_after_its_prompt_and_after_another_one(tmp_path, source):
     trainer = kto_run(tmp_path, source)
     model = trainer.engine.model
-    rows = trainer.references.rows["train/"]
-    trainer._refer()
+    rows = trainer.reference.references.rows["train/"]
+    trainer.reference.begin()
     (batch,) = validation_batches(rows, len(rows), len(rows))
     own = log_probabilities(model, batch)
     after_another = log_probabilities(model, mismatched(batch))
@@ -80,13 +80,13 @@ def test_steps_begin_without_rewards_and_learn_which_answers_are_good(tmp_path, 
 
 def test_the_divergence_of_a_step_is_the_mean_gain_of_its_mismatched_answers(tmp_path, source):
     trainer = kto_run(tmp_path, source, desirable_weight=20.0)  # so that all answers gain
-    trainer._refer()
+    trainer.reference.begin()
     model = trainer.engine.model
-    trainer._optimize(trainer.batches.next_step(), on_phase=lambda phase: None)
+    trainer._optimize(trainer.batches.next_step())
     microbatches = trainer.batches.next_step()
     assert len(microbatches) == 2
     gains = [gain for batch in microbatches for _, gain in gains_of(model, batch.before)]
-    trainer._optimize(microbatches, on_phase=lambda phase: None)
+    trainer._optimize(microbatches)
     assert len(gains) > 4
     assert float(model.objective._divergence) == pytest.approx(max(0.0, np.mean(gains)), rel=1e-4)
     assert np.mean(gains) > 0.01
@@ -94,10 +94,10 @@ def test_the_divergence_of_a_step_is_the_mean_gain_of_its_mismatched_answers(tmp
 
 def test_the_held_out_loss_is_relative_to_the_divergence_of_the_held_out_answers(tmp_path, source):
     trainer = kto_run(tmp_path, source, desirable_weight=20.0)
-    trainer._refer()
+    trainer.reference.begin()
     model = trainer.engine.model
-    trainer._optimize(trainer.batches.next_step(), on_phase=lambda phase: None)
-    batches = [piece for batch in trainer.validation[""]() for piece in trainer._microbatches(batch)]
+    trainer._optimize(trainer.batches.next_step())
+    batches = [piece for batch in trainer.held_out.batches[""]() for piece in trainer.inputs.microbatches(batch)]
     divergence = np.mean([gain for batch in batches for _, gain in gains_of(model, batch.before)])
     assert divergence > 0.01
     losses = [
@@ -105,7 +105,7 @@ def test_the_held_out_loss_is_relative_to_the_divergence_of_the_held_out_answers
         for batch in batches
         for number, gain in gains_of(model, batch)
     ]
-    (held_out,) = trainer._evaluate().values()
+    (held_out,) = trainer.held_out.rows().values()
     assert held_out.count == len(losses) > 1
     assert held_out.mean == pytest.approx(np.mean(losses), rel=1e-5)
 
@@ -118,7 +118,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, source):
     undisturbed = kto_run(tmp_path, source, "whole")
     undisturbed.fit()
     first = kto_run(tmp_path, source)
-    first.should_stop = lambda: first.step == 2
+    first.stop.should_stop = lambda: first.step == 2
     with pytest.raises(StoppedError, match="stopped after step 2 of 4"):
         first.fit()
     second = kto_run(tmp_path, source)

@@ -4,7 +4,7 @@ import pytest
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
-from llama_core.training.length import StepTimer
+from llama_core.training.parts.length import StepTimer
 
 
 def chosen(seconds, *, minutes, warmup_steps, begin=0):

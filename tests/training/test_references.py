@@ -105,7 +105,7 @@ def test_the_reference_of_each_answer_is_what_the_first_model_says_of_it_alone(t
         )
         for n in range(40)
     )
-    trainer._refer()
+    trainer.reference.begin()
     kept = np.frombuffer(trainer.run.reference_values.read_bytes(), np.float32).reshape(-1, 2)
     np.testing.assert_allclose(sorted(map(tuple, kept.tolist())), expected, rtol=1e-5)
 
@@ -127,7 +127,7 @@ def test_held_out_pairs_have_a_margin_and_an_accuracy_of_their_own(tmp_path, sou
     trainer = trainer_of(tmp_path, source)
     summary = trainer.fit()
     assert [value is not None for value in column(trainer, "eval_reward_margin")] == [False, True, False, True]
-    rows = trainer.references.rows["held-out/"]
+    rows = trainer.reference.references.rows["held-out/"]
     (batch,) = validation_batches(rows, len(rows), 8)
     trainer.engine.model.eval()
     of_answers = trainer.engine.log_probabilities_of_answers([batch])
@@ -150,7 +150,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_with_the_reference_of_its_beginning(t
     undisturbed = trainer_of(tmp_path, source, "whole")
     undisturbed.fit()
     first = trainer_of(tmp_path, source)
-    first.should_stop = lambda: first.step == 2
+    first.stop.should_stop = lambda: first.step == 2
     with pytest.raises(StoppedError, match="stopped after step 2 of 4"):
         first.fit()
     second = trainer_of(tmp_path, source)
@@ -190,7 +190,7 @@ def swap(run):
 @pytest.mark.parametrize("spoil", [lose, damage, swap])
 def test_a_run_that_goes_on_refuses_a_reference_that_is_not_its_own(tmp_path, source, spoil):
     first = trainer_of(tmp_path, source)
-    first.should_stop = lambda: first.step == 2
+    first.stop.should_stop = lambda: first.step == 2
     with pytest.raises(StoppedError):
         first.fit()
     spoil(first.run)

@@ -15,7 +15,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.goodput import read_goodput
 from llama_core.records.metrics import read_metrics
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks
-from llama_core.training.spikes import Spikes
+from llama_core.training.parts.spikes import Spikes
 
 EVERY, BAD, STEPS = 4, 11, 14
 SPIKES = {"steps": STEPS, "checkpoint_every": EVERY, "learning_rate": 1e-2, "spike_window": 5}
@@ -138,7 +138,7 @@ def on_a_rank(path):
     plan = ParallelPlan(dp_shard=2, zero_stage=2, microbatch_size=BATCH_SIZE)
     one = trainer(run, plan=plan, batches=Texts([BAD]), on_bad_step="rollback", **SPIKES)
     one.fit()
-    return one.step, one.batches.state_dict(), one._rollbacks[0].bad_step
+    return one.step, one.batches.state_dict(), one.bad_steps.rollbacks[0].bad_step
 
 
 @pytest.mark.nightly

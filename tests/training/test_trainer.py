@@ -185,11 +185,11 @@ def test_a_stopped_run_continues_bit_for_bit(run, tmp_path, trained):
     undisturbed.fit()
 
     first = trainer(run, **trained)
-    first.should_stop = lambda: first.step == 4
+    first.stop.should_stop = lambda: first.step == 4
     with pytest.raises(StoppedError, match="stopped after step 4 of 10"):
         first.fit()
     second = trainer(run, **trained)
-    assert (second.step, second.tokens) == (4, 4 * BATCH_SIZE * SEQ_LEN)
+    assert (second.step, second.progress.tokens) == (4, 4 * BATCH_SIZE * SEQ_LEN)
     second.fit()
     assert losses(run) == losses(whole)
     assert read_metrics(run).column("step").to_pylist() == list(range(1, 11))
@@ -216,7 +216,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_equals_an_undisturbed_one_bit_
     undisturbed = trainer(whole, steps=5, checkpoint_every=2)
     undisturbed.fit()
     first = trainer(run, steps=5, checkpoint_every=2)
-    first.should_stop = lambda: first.step == 3
+    first.stop.should_stop = lambda: first.step == 3
     with pytest.raises(StoppedError):
         first.fit()
     damage(run.checkpoints / "step-00000003" / "__0_0.distcp")
@@ -235,9 +235,9 @@ def test_a_step_that_is_read_late_changes_no_record_and_no_weight(run, tmp_path)
     ahead.runs_ahead, most = True, 0
     finish = ahead._finish_steps
 
-    def watch(under_way, sinks):
+    def watch(under_way):
         nonlocal most
-        stop = finish(under_way, sinks)
+        stop = finish(under_way)
         most = max(most, len(under_way))
         return stop
 
@@ -252,7 +252,7 @@ def test_a_step_that_is_read_late_changes_no_record_and_no_weight(run, tmp_path)
 def test_a_run_ahead_stops_after_the_steps_under_way_and_loses_none(run):
     one = trainer(run)
     one.runs_ahead = True
-    one.should_stop = lambda: one.step == 3  # seen once step 4 is under way
+    one.stop.should_stop = lambda: one.step == 3  # seen once step 4 is under way
     with pytest.raises(StoppedError, match="stopped after step 4 of 10"):
         one.fit()
     assert read_metrics(run).column("step").to_pylist() == [1, 2, 3, 4]
@@ -365,7 +365,7 @@ LOSSES = {2: 5.0, 3: 1.0, 4: 2.0, 6: 3.0, 8: 4.0, 9: 6.0}
 def with_losses(run, losses=LOSSES, **settings):
     """Return a trainer whose held-out losses after each step are given."""
     made = trainer(run, validation=lambda: [batch(99)], **settings)
-    made._evaluate = lambda: {UNNAMED: HeldOutRows((losses[made.step],), (1,))}
+    made.held_out.rows = lambda: {UNNAMED: HeldOutRows((losses[made.step],), (1,))}
     return made
 
 
@@ -376,7 +376,7 @@ def steps_saved(run):
 def test_the_best_checkpoint_is_kept_also_by_a_run_that_is_resumed_after_it(run):
     settings = {"steps": 9, "checkpoint_every": 2, "eval_every": 3, "keep_best": 1, "keep_checkpoints": 1}
     first = with_losses(run, **settings)
-    first.should_stop = lambda: first.step == 5
+    first.stop.should_stop = lambda: first.step == 5
     with pytest.raises(StoppedError):
         first.fit()
     assert steps_saved(run) == [4, 5]
@@ -394,7 +394,7 @@ IMPATIENT = {"steps": 20, "checkpoint_every": 2, "eval_every": 3, "keep_best": 1
 def test_a_run_ends_early_once_patience_runs_out_however_often_it_is_resumed(run, stopped_after):
     """After evaluations of steps 2, 3, 4, 6 and 8: the third since the lowest loss is that of step 8."""
     first = with_losses(run, **IMPATIENT, patience=3)
-    first.should_stop = lambda: first.step == stopped_after
+    first.stop.should_stop = lambda: first.step == stopped_after
     with pytest.raises(StoppedError):
         first.fit()
     second = with_losses(run, **IMPATIENT, patience=3)
@@ -626,7 +626,7 @@ def test_all_ranks_end_with_the_weight_of_the_rank_that_holds_it(run, not_finite
 
 def test_weights_of_a_checkpoint_that_are_not_finite_are_named_when_it_is_resumed(run):
     begun = trainer(run, steps=3, checkpoint_every=2)
-    begun.on_step = lambda record: make_not_finite(begun.engine) if record.step == 2 else None
+    begun.metrics.on_step = lambda record: make_not_finite(begun.engine) if record.step == 2 else None
     begun.fit()
     shutil.rmtree(run.checkpoints / "step-00000003")
     with pytest.raises(NonFiniteError, match=f"not finite: {NOT_FINITE} of {run.checkpoints}/step-00000002$"):
@@ -772,7 +772,7 @@ def test_timed_steps_take_their_own_batches(run):
 
 def test_an_evaluation_has_a_loss_for_each_name_and_one_over_all_their_tokens(run):
     one = trainer(run, steps=2, eval_every=1)
-    one.validation = {"a": lambda: [batch(99)], "b": lambda: [batch(98), batch(97)]}
+    one.held_out.batches = {"a": lambda: [batch(99)], "b": lambda: [batch(98), batch(97)]}
     summary = one.fit()
     rows = summary.named_eval_rows
     assert {name: len(held_out.counts) for name, held_out in rows.items()} == {"a": BATCH_SIZE, "b": 2 * BATCH_SIZE}

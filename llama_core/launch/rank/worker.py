@@ -13,15 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any, get_args
 
-from llama_core.config.recorded import load_recorded
 from llama_core.errors import (
     BadStepError,
     CheckpointError,
@@ -47,11 +44,9 @@ from llama_core.launch.verdict import (
 )
 from llama_core.log_lines import LineFormatter
 from llama_core.machine.detect import device_label
-from llama_core.planning.plan import ParallelPlan
-from llama_core.records.activity import Activity, append_activities, record_activity
-from llama_core.records.data_changes import read_data_changes, record_data_change
+from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import no_room, now, read_typed, remove_temporaries, write_json
+from llama_core.records.files import no_room, now, remove_temporaries, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
 from llama_core.records.last_words import reserve_room
 
@@ -59,28 +54,13 @@ with importing_torch():
     import torch
     import torch.distributed as dist
 
-    from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
-    from llama_core.data.statistics import write_statistics
-    from llama_core.launch.rank.checks import (
-        allow_open_files,
-        check_data_agrees,
-        check_own_device,
-        check_ranks_agree,
-        check_settings,
-        find_room_for_temporary_files,
-        limit_own_memory,
-    )
-    from llama_core.launch.rank.loader import loader_trainer, unpickled
+    from llama_core.launch.rank.building import build_trainer
     from llama_core.parallel.ranks import (
-        from_first_rank,
         has_lost_the_others,
         is_first_rank,
-        joined_ranks,
-        one_per_machine_first,
         own_rank,
     )
     from llama_core.training.checkpoint import lacks_room
-    from llama_core.training.reference import References
 from llama_core.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -110,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as ranks:
         try:
             outcome = run_to_end(
-                run, lambda should_stop: _trainer(run, ranks, should_stop, options.loader), options.only
+                run, lambda should_stop: build_trainer(run, ranks, should_stop, options.loader), options.only
             )
         except LostPeersError as error:
             logger.error("%s", error)
@@ -211,101 +191,6 @@ def _ended(run: RunDirectory, status: OutcomeStatus, *, everywhere: bool, **deta
 
 def _of_rank(reason: str) -> str:
     return f"rank {dist.get_rank()}: {reason}" if dist.is_initialized() else reason
-
-
-def _trainer(run: RunDirectory, ranks: ExitStack, should_stop: Callable[[], bool], loader: Path | None) -> Trainer:
-    config = load_recorded(run)
-    training = config.training
-    plan = read_typed(run.plan, ParallelPlan)
-    alone = plan.zero_backend == "deepspeed"
-
-    def tell(doing: str) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            record_activity(run, doing)
-
-    find_room_for_temporary_files(run)
-    check_own_device(config, plan)
-    limit_own_memory(config)
-    allow_open_files()
-    tell("waiting for the other ranks")
-    joining = joined_ranks(
-        config.launch.device,
-        config.launch.collective_timeout_s,
-        deterministic=training.deterministic,
-        even_alone=alone,
-    )
-    ranks.enter_context(joining)
-    check_ranks_agree(run, config)
-    check_settings(run, config)
-    if plan.world_size < config.parallel.gpus and is_first_rank():
-        logger.warning(
-            "on %d of %d ranks (launch.min_nodes): %s", plan.world_size, config.parallel.gpus, plan.summary()
-        )
-    if loader is not None:
-        return loader_trainer(run, unpickled(loader) if is_first_rank() else None, should_stop)
-    tell("reading the data")
-    may_follow = from_first_rank(read_data_changes(run).may_follow if is_first_rank() else ())
-    with one_per_machine_first():
-        datasets = load_datasets(
-            config.data,
-            config.spec,
-            seq_len=config.first_seq_len,
-            num_sequences=None if may_follow else config.num_sequences,
-            stages=config.stages,
-            objective=config.objective,
-        )
-    check_data_agrees(datasets)
-    if is_first_rank():
-        write_statistics(run, datasets.statistics, config.data)
-        logger.info("data: %s", "; ".join((datasets.statistics.summary(), *datasets.statistics.notes)))
-    share: dict[str, int] = {"rank": plan.dp_rank(own_rank()), "world_size": plan.dp}
-    validation = {
-        name: partial(
-            validation_batches,
-            held_out,
-            plan.microbatch_size * config.seq_len // config.first_seq_len,
-            max_rows=-(-training.eval_sequences // len(datasets.validation)),
-            fills_batches=plan.compile,
-            **share,
-        )
-        for name, held_out in datasets.validation.items()
-    }
-    stream = partial(
-        BatchStream,
-        datasets.train,
-        config.first_batch_size,
-        training.seed,
-        num_workers=config.data.num_workers or 0,
-        rank=share["rank"],
-        world_size=share["world_size"],
-    )
-    batches = stream(may_follow=may_follow)
-    timed_batches = None
-    if config.timed_stage is not None:
-        timed_batches = stream()
-        timed_batches.go_to(config.timed_stage.num_steps)
-    trainer = Trainer(
-        run,
-        config,
-        plan,
-        batches=batches,
-        timed_batches=timed_batches,
-        validation=validation,
-        total_steps=training.total_steps(datasets.statistics.num_sequences / config.first_batch_size),
-        entropies=datasets.statistics.entropies,
-        share_of_whole_rows=datasets.train.share_of_whole_rows,
-        references=References.of(
-            run, training.init_from or f"drawn from seed {training.seed}", config.objective, datasets
-        ),
-        should_stop=should_stop,
-    )
-    if may_follow and config.num_sequences is not None:
-        batches.check_epochs(config.data.limits, config.num_sequences)
-    if batches.change is not None and is_first_rank():
-        change = replace(batches.change, step=trainer.step)
-        record_data_change(run, change)
-        logger.info("%s", change)
-    return trainer
 
 
 @contextmanager

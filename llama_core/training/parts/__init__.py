@@ -1,0 +1,1 @@
+"""What happens between the steps of a training loop; ``part.py`` says what a part is."""

@@ -1,0 +1,112 @@
+"""What is done once before the first step: compiling the blocks, and computing the reference of an objective."""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from llama_core.models.batch import Batch
+from llama_core.planning.plan import ParallelPlan
+from llama_core.training.engine import Engine, NativeEngine, evaluating
+from llama_core.training.inputs import StepInputs
+from llama_core.training.parts.activity import ActivityLog
+from llama_core.training.parts.part import LoopPart, Progress
+from llama_core.training.parts.stop import StopRequest
+from llama_core.training.reference import References
+
+
+class CompiledBlocks(LoopPart):
+    """Compiles the blocks for everything that training will give them, on all ranks at once.
+
+    Otherwise the stages of a cold pipeline compile one after another, each when its first input arrives, while the
+    ranks behind it wait; and the first evaluation stalls all of them once more.
+
+    Args:
+        plan: says whether blocks are compiled.
+        engine: this rank's part of the model.
+        inputs: knows what the blocks will be given.
+        evaluates: whether there are evaluations.
+        activity: is told of it.
+    """
+
+    def __init__(
+        self, plan: ParallelPlan, engine: Engine, inputs: StepInputs, *, evaluates: bool, activity: ActivityLog
+    ) -> None:
+        self._plan = plan
+        self._engine = engine
+        self._inputs = inputs
+        self._evaluates = evaluates
+        self._activity = activity
+        self._is_done = False
+
+    def begin(self) -> None:
+        """Compile, unless it is done."""
+        if self._is_done or not self._plan.compile or not isinstance(self._engine, NativeEngine):
+            return
+        self._activity.tell("compiling the blocks")
+        parallel = self._engine.parallel
+        for microbatch in self._inputs.examples():
+            parallel.compile_blocks(microbatch)
+            if self._inputs.prepares:
+                with torch.no_grad():
+                    parallel.compile_blocks(microbatch)
+            if self._evaluates:
+                with evaluating(self._engine), torch.no_grad():
+                    parallel.compile_blocks(microbatch)
+        self._is_done = True
+
+
+class ReferenceModel(LoopPart):
+    """Gets the log-probabilities under the reference: the weights that the run begins with.
+
+    Args:
+        references: the rows that need them; None if the objective reads none.
+        plan: how the model is divided.
+        progress: how far the run is.
+        engine: this rank's part of the model.
+        inputs: cuts batches into microbatches.
+        stop: ends the run between batches.
+        activity: is told of it.
+    """
+
+    def __init__(
+        self,
+        references: References | None,
+        plan: ParallelPlan,
+        progress: Progress,
+        *,
+        engine: Engine,
+        inputs: StepInputs,
+        stop: StopRequest,
+        activity: ActivityLog,
+    ) -> None:
+        self.references = references
+        self._plan = plan
+        self._progress = progress
+        self._engine = engine
+        self._inputs = inputs
+        self._stop = stop
+        self._activity = activity
+
+    def begin(self) -> None:
+        """Compute the log-probabilities, or read them again.
+
+        Raises:
+            DataError: if a run that goes on has them no longer.
+            StoppedError: if the run is asked to stop.
+        """
+        if self.references is None:
+            return
+        if self._progress.step > 0:
+            self.references.read()
+            return
+        self._activity.tell("computing the log-probabilities under the reference")
+        with evaluating(self._engine):
+            self.references.compute(self._plan, self._log_probabilities)
+
+    def _log_probabilities(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Return those of all answers in the rows of all ranks, in turns, and in the rows before those."""
+        self._stop.stop_before("the reference was computed")
+        pieces = self._inputs.on_device(batch)
+        before = [piece.before for piece in pieces if piece.before is not None]
+        values = [self._engine.log_probabilities_of_answers(rows) for rows in (pieces, before) if rows]
+        return torch.stack(values, dim=-1).float().cpu().numpy()

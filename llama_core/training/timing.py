@@ -1,0 +1,103 @@
+"""Timed steps: the throughput of a run, apart from its training."""
+
+import platform
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from llama_core.config.run import RunConfig
+from llama_core.data.supply import Supply
+from llama_core.machine.detect import software_versions
+from llama_core.models.batch import Batch
+from llama_core.parallel.ranks import is_first_rank, most_over_ranks, own_rank
+from llama_core.planning.plan import AXES, ParallelPlan
+from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import BenchmarkRecord
+from llama_core.records.timelines import write_lane
+from llama_core.training.engine import Engine, NativeEngine
+from llama_core.training.measure import ActionClock, FlopsUtilisation, time_steps
+from llama_core.training.parts.stop import StopRequest
+from llama_core.training.profile import profiled
+
+
+@dataclass(frozen=True, eq=False)
+class TimedSteps:
+    """Takes whole steps, which are neither recorded nor saved, and times them."""
+
+    run: RunDirectory
+    config: RunConfig
+    plan: ParallelPlan
+    engine: Engine
+    batches: Supply
+    take: Callable[[list[Batch]], object]
+    """Takes one optimizer step on its microbatches."""
+    stop: StopRequest
+    utilisation: FlopsUtilisation
+    memory_baseline_bytes: int
+    """Memory alive before the model was built."""
+
+    def record(self, device_label: str) -> BenchmarkRecord:
+        """Time steps, after warm-up, and record when each action of a pipeline ran.
+
+        Raises:
+            StoppedError: if any rank was asked to stop.
+        """
+        timing = self.config.benchmark
+        device = self.batches.device
+        stage = self.config.timed_stage
+        rows = self.config.first_batch_size if stage is None else stage.batch_size
+        watched = profiled(self.run, self.plan, own_rank(), device) if timing.profile else nullcontext()
+        try:
+            record = time_steps(
+                self._take_one,
+                between=partial(self.stop.stop_before, "the timed steps were done"),
+                watched=watched,
+                warmup_steps=timing.warmup_steps,
+                num_steps=timing.steps,
+                tokens_per_step=rows * self.config.seq_len,
+                device=device,
+                device_label=device_label,
+                mfu=partial(self.utilisation, seq_len=self.config.seq_len),
+            )
+            self._record_timeline()
+        finally:
+            self.batches.stop()
+        peak, reserved = most_over_ranks(record.memory_peak_bytes, record.memory_reserved_bytes)
+        (waiting,) = most_over_ranks(-1 if record.waiting_threads is None else round(1e6 * record.waiting_threads))
+        return replace(
+            record,
+            memory_baseline_bytes=self.memory_baseline_bytes,
+            memory_peak_bytes=max(peak, self.memory_baseline_bytes),
+            memory_reserved_bytes=reserved,
+            waiting_threads=None if waiting < 0 else 1e-6 * waiting,
+            host=platform.node(),
+            versions=software_versions() if is_first_rank() else {},
+        )
+
+    def _take_one(self) -> None:
+        self.take(self.batches.next_step())
+        if is_first_rank() and self.run.heartbeat.exists():
+            self.run.heartbeat.touch()  # no step is recorded, but the run is alive
+
+    def _record_timeline(self) -> None:
+        """Take one more step, and record when every action of the pipeline ran, on the first rank of each position."""
+        plan = self.plan
+        if plan.pp == 1 or not isinstance(self.engine, NativeEngine):
+            return
+        pipeline = self.engine.parallel.pipeline
+        device = self.batches.device
+        microbatches = self.batches.next_step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if self.stop.is_made():  # the ranks leave this together
+            return
+        clock = ActionClock(device)
+        pipeline.on_action = clock.mark
+        self.take(microbatches)
+        pipeline.on_action = None
+        rank = own_rank()
+        if not any(plan.coordinate(rank, axis) for axis in AXES if axis != "pp"):
+            write_lane(self.run, plan.coordinate(rank, "pp"), clock.lane())
