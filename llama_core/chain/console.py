@@ -189,7 +189,7 @@ def _time_left(before: StepRecord | None, record: StepRecord) -> str:
 
 
 def describe_step(record: StepRecord, evaluated: StepRecord | None = None, *, with_held_out: bool = True) -> str:
-    """Return a step's number, loss, rewards, speed and memory in one line.
+    """Return a step's number, loss, speed and memory in one line, with what the run shows of its metrics.
 
     Args:
         record: the step.
@@ -198,8 +198,8 @@ def describe_step(record: StepRecord, evaluated: StepRecord | None = None, *, wi
     """
     evaluated = evaluated or record
     parts = [f"step {record.step}/{record.total_steps}", f"loss {record.loss:.4f}"]
-    if record.rewards:
-        parts.append(record.rewards)
+    if record.shown:
+        parts.append(record.shown)
     if with_held_out and evaluated.held_out:
         when = "" if evaluated.step == record.step else f" after step {evaluated.step}"
         parts.append(f"{evaluated.held_out}{when}")

@@ -21,7 +21,8 @@ from llama_core.models.adapters import method_of
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.head import HeadInputs, logits, whole_head
 from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, rotation
-from llama_core.models.moe import feed_forward
+from llama_core.models.measures import Measures
+from llama_core.models.moe import Routers, feed_forward
 from llama_core.models.next_token import NextToken
 from llama_core.models.objective import Objective
 
@@ -74,6 +75,16 @@ class Llama(nn.Module):
         """Whether it returns the loss of each row instead of their sum: ``losses_by_row``."""
         self.measure: Callable[[HeadInputs, Batch], Tensor] | None = None
         """What it returns of a batch in place of the loss: ``measuring``."""
+
+    @property
+    def measures(self) -> list[Measures]:
+        """What measures something of a step beside the loss: the same on every rank, in the same order."""
+        found: list[Measures] = []
+        if isinstance(self.objective, Measures):
+            found.append(self.objective)
+        if self.spec.moe is not None:
+            found.append(Routers(self.spec, self.spec.moe, self.layers.items()))
+        return found
 
     @property
     def head_table(self) -> Linear | TokenEmbedding:

@@ -12,9 +12,10 @@ balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits.
 # Shape suffixes: B batch, S sequence, D model dim, E experts, K experts of a token, T tokens (B * S), R routed tokens
 # (T * K: a token counts once for each of its experts), I columns of a matrix, O its rows
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -267,3 +268,53 @@ def prepare_routers(model: nn.Module, scale: Tensor) -> None:
     for module in mixtures(model):
         module.auxiliary_scale = scale
         module.statistics = scale.new_zeros(module.moe.num_experts + NUM_SUMS)
+
+
+class Routers:
+    """What the routers of a model measure: how evenly they spread tokens over experts.
+
+    Args:
+        spec: the architecture of the whole model.
+        moe: its experts.
+        layers: the number and module of each layer of this rank's part of the model.
+    """
+
+    names = ("balance_loss", "router_z_loss", "router_entropy", "expert_load")
+
+    def __init__(self, spec: ModelSpec, moe: MoE, layers: Iterable[tuple[str, nn.Module]]) -> None:
+        self._moe = moe
+        self._layers = layers
+        self._num_layers = spec.num_layers
+        self.num_sums = spec.num_layers * (moe.num_experts + NUM_SUMS)
+
+    def take_measured(self) -> Tensor | None:
+        """Return the statistics of each layer, [num_sums]; of layers that are dense or on other ranks, zeros."""
+        total: Tensor | None = None
+        for name, block in self._layers:
+            for mixture in mixtures(block):
+                statistics = mixture.statistics
+                if statistics is None:
+                    continue
+                if total is None:
+                    total = statistics.new_zeros((self._num_layers, len(statistics)))
+                total[int(name)] = statistics
+                statistics.zero_()
+        return None if total is None else total.flatten()
+
+    def of_step(self, sums: Sequence[float]) -> dict[str, float]:
+        """Return means over all tokens and sparse layers.
+
+        ``balance_loss`` is 1 if tokens are spread evenly, and the number of experts at worst; it is not multiplied by
+        its coefficient. ``router_z_loss`` is the mean square of the log-sum-exp of the logits, ``router_entropy`` the
+        entropy of the probabilities, in nats. ``expert_load`` is the number of tokens of a layer's busiest expert over
+        the mean of its experts, in the layer where this is highest.
+        """
+        rows = np.reshape(sums, (self._num_layers, -1))
+        rows = rows[rows[:, 0 : self._moe.num_experts].any(axis=1)]
+        if not len(rows):
+            return {}
+        tokens_per_expert = rows[:, :-NUM_SUMS]
+        num_tokens = tokens_per_expert.sum() / self._moe.experts_per_token
+        balance, z_loss, entropy = (rows[:, -NUM_SUMS:].sum(0) / num_tokens).tolist()
+        loads = tokens_per_expert.max(1) / tokens_per_expert.mean(1)
+        return dict(zip(self.names, (balance, z_loss, entropy, float(loads.max())), strict=True))

@@ -1,6 +1,5 @@
 """What a model is trained for, as a function of the head and the batch."""
 
-from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Protocol, runtime_checkable
 
@@ -26,20 +25,6 @@ class Objective(Protocol):
 
         It must not wait for the device. Sums of integers are exact in any order, so all ranks divide by the same.
         """
-
-
-@runtime_checkable
-class MeasuringObjective(Objective, Protocol):
-    """An objective that measures something beside the loss, which the record of each step then has."""
-
-    num_sums: int
-    """How many sums it keeps."""
-
-    def take_measured(self) -> Tensor | None:
-        """Return the sums over the batches since the last call, on the device, and forget them; None: no batch."""
-
-    def of_step(self, sums: Sequence[float]) -> Mapping[str, float]:
-        """Return the fields of a step's record, from the sums over all ranks."""
 
 
 @runtime_checkable

@@ -71,6 +71,12 @@ class PreferenceObjective:
     """Rewards of the chosen answers and of the others, gains of both, pairs in which the chosen one has the higher
     reward, pairs."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it records: of rewards, and with a reference also of the divergence from it."""
+        of_rewards = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
+        return (*of_rewards, "kl") if has_reference(self.kind) else of_rewards
+
     def __init__(self, beta: float) -> None:
         self.beta = beta
         self._measured: Tensor | None = None

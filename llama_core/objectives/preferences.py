@@ -13,6 +13,8 @@ MISMATCH = "mismatch"
 
 _MODULE = "llama_core.models.preferences"
 _PROGRAM = "llama_core.planning.program.preferences"
+_SHOWN = {"reward_margin": "margin {:.4f}", "reward_accuracy": "accuracy {:.1%}"}
+"""How far good answers are ahead of bad ones, and how often; a batch may have good ones alone."""
 
 DPO = ObjectiveType(
     "dpo",
@@ -22,6 +24,7 @@ DPO = ObjectiveType(
     per_token=(ANSWER, REFERENCE),
     unit="nats/pair",
     reads="pairs",
+    shown=_SHOWN,
 )
 IPO = ObjectiveType(
     "ipo",
@@ -31,6 +34,7 @@ IPO = ObjectiveType(
     per_token=(ANSWER, REFERENCE),
     unit="squared nats/pair",
     reads="pairs",
+    shown=_SHOWN,
 )
 SIMPO = ObjectiveType(
     "simpo",
@@ -40,6 +44,7 @@ SIMPO = ObjectiveType(
     per_token=(ANSWER,),
     unit="nats/pair",
     reads="pairs",
+    shown=_SHOWN,
 )
 ORPO = ObjectiveType(
     "orpo",
@@ -49,6 +54,7 @@ ORPO = ObjectiveType(
     per_token=(ANSWER,),
     unit="nats/pair",
     reads="pairs",
+    shown=_SHOWN,
 )
 KTO = ObjectiveType(
     "kto",
@@ -59,6 +65,7 @@ KTO = ObjectiveType(
     unit="utility/answer",
     reads="labelled answers",
     prepares=True,
+    shown=_SHOWN,
 )
 
 

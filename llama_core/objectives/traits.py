@@ -1,6 +1,7 @@
 """The traits of an objective that planning and reports need. Each states its own: nobody asks for its name."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Reads = Literal["documents", "pairs", "labelled answers"]
@@ -30,6 +31,9 @@ class ObjectiveType:
     prepares: bool = False
     """Whether it measures other rows before each step, as many and as long: a forward that keeps nothing. What is built
     is then a ``PreparingObjective``."""
+
+    shown: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """How the console shows some of what it measures, by name: texts such as ``"margin {:.4f}"``."""
 
     @property
     def unit_in_words(self) -> str:

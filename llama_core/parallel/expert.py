@@ -9,7 +9,6 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.1.
 # Shape suffixes: T tokens of this rank (a token with k experts counts k times), R tokens that reached this rank,
 # D model dim, B rows, E experts
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,11 +20,10 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llama_core.config.models import ModelSpec, weight_of
+from llama_core.config.models import weight_of
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
-from llama_core.models.moe import NUM_SUMS, ExpertLinear, Experts, mixtures, rearrange
-from llama_core.planning.plan import ParallelPlan
+from llama_core.models.moe import ExpertLinear, Experts, mixtures, rearrange
 from llama_core.units import divisors
 
 
@@ -129,42 +127,3 @@ def _exchange(x: Tensor, num_to_receive: list[int], num_to_send: list[int], grou
     exchange = all_to_all_single_autograd if torch.is_grad_enabled() and x.requires_grad else all_to_all_single
     out: Tensor = exchange(x.contiguous(), num_to_receive, num_to_send, group)
     return out
-
-
-@torch.no_grad()
-def routing_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
-    """Return the statistics of a step's routers, summed over all ranks: a row for each layer; None without experts.
-
-    All ranks must call it together, after the step.
-    """
-    if model.spec.moe is None:
-        return None
-    moe = model.spec.moe
-    num_layers = model.spec.num_layers
-    total = torch.zeros((num_layers, moe.num_experts + NUM_SUMS), device=next(model.parameters()).device)
-    for name, block in model.layers.items():
-        for mixture in mixtures(block):
-            if mixture.statistics is not None:
-                total[int(name)] = mixture.statistics
-    if dist.is_initialized():
-        dist.all_reduce(total)
-        total /= plan.tp  # these ranks route the same tokens
-    return total
-
-
-def routing_statistics(total: Tensor | None, spec: ModelSpec) -> Mapping[str, float]:
-    """Return the means over all tokens and sparse layers, as fields of a step's record; empty without experts.
-
-    Args:
-        total: the result of ``routing_totals``, in host memory.
-        spec: the model.
-    """
-    moe = spec.moe
-    if total is None or moe is None:
-        return {}
-    total = total[list(map(spec.has_experts, range(spec.num_layers)))]
-    tokens_per_expert = total[:, :-NUM_SUMS]
-    sums = total[:, -NUM_SUMS:]
-    balance, z, entropy = (sums.sum(0) * moe.experts_per_token / tokens_per_expert.sum()).tolist()
-    loads = tokens_per_expert.amax(1) / tokens_per_expert.mean(1)
-    return {"balance_loss": balance, "router_z_loss": z, "router_entropy": entropy, "expert_load": float(loads.max())}

@@ -285,8 +285,17 @@ def of_every_rank(value: int) -> tuple[int, ...]:
 
 def most_over_devices(device: torch.device, *values: float) -> Tensor:
     """Return the largest of each value over all ranks, as fp64 on ``device``, without waiting for it."""
-    sent = torch.tensor(values, dtype=torch.float64)
-    most = (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
+    return _over_devices(device, values, dist.ReduceOp.MAX)
+
+
+def sum_over_devices(device: torch.device, *values: float) -> Tensor:
+    """Return the sum of each value over all ranks, as fp64 on ``device``, without waiting for it."""
+    return _over_devices(device, values, dist.ReduceOp.SUM)
+
+
+def _over_devices(device: torch.device, values: Sequence[float], op: Any) -> Tensor:
+    own = torch.tensor(values, dtype=torch.float64)
+    reduced = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)
     if dist.is_initialized():
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most
+        dist.all_reduce(reduced, op=op)
+    return reduced

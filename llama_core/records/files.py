@@ -252,6 +252,17 @@ def table_of(content: bytes, **options: Any) -> "pa.Table":
     return pq.read_table(_arrow_reader(content), **options)
 
 
+def columns_of(content: bytes) -> "pa.Schema":
+    """Return the names and types of the columns in the contents of a Parquet file.
+
+    Raises:
+        pyarrow.ArrowException: if they cannot be read.
+    """
+    import pyarrow.parquet as pq
+
+    return pq.read_schema(_arrow_reader(content))
+
+
 def _arrow_reader(content: bytes) -> "pa.BufferReader":
     """Return a reader of a copy of ``content`` in Arrow's own memory.
 

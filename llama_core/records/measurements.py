@@ -1,7 +1,7 @@
 """Measurements of training: each step, the whole run, and timed steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import quantiles
 from typing import Annotated
 
@@ -60,15 +60,6 @@ class StepRecord:
     """Mean loss on held-out tokens after this step; None if not measured."""
     time: float
     """Seconds since the epoch at the end of the step."""
-    balance_loss: float | None = None
-    """How unevenly routers spread tokens over experts, mean over sparse layers and rows: 1 is even, the number of
-    experts is worst. Not multiplied by its coefficient. Like the next three, None without experts."""
-    router_z_loss: float | None = None
-    """Mean square of the log-sum-exp of a router's logits, over sparse layers and tokens."""
-    router_entropy: float | None = None
-    """Mean entropy of a router's probabilities, over sparse layers and tokens, in nats."""
-    expert_load: float | None = None
-    """Tokens of a layer's busiest expert divided by the mean of its experts, in the layer where this is highest."""
     memory_reserved_bytes: int = 0
     """Most memory reserved so far: taken by the CUDA allocator from the device or, on the CPU, the resident set; 0 if
     not recorded."""
@@ -79,31 +70,17 @@ class StepRecord:
     waits for other ranks and the gradient's norm. None if not recorded."""
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     """``eval_loss`` of each named part of the held-out tokens; empty if not measured, or if they have no names."""
-    reward_chosen: float | None = None
-    """Mean reward of the chosen answers of the step's pairs, or of its good answers: what the objective makes of their
-    log-probabilities. Like the next three, None unless answers are trained on, and where a step has none of them."""
-    reward_rejected: float | None = None
-    """Mean reward of the rejected or bad answers."""
-    reward_margin: float | None = None
-    """``reward_chosen`` less ``reward_rejected``."""
-    reward_accuracy: float | None = None
-    """Share of the pairs in which the chosen answer has the higher reward, or of the labelled answers that gain more
-    than the divergence if they are good, and less if they are bad."""
-    kl: float | None = None
-    """Mean over the step's answers, chosen and rejected, of the summed log-probability under the model less that under
-    the reference, in nats: a one-sample estimate of the KL divergence from the reference, on the answers of the data.
-    Not multiplied by beta. The answers are not drawn from the model, so it may be negative. Of labelled answers, it is
-    that of mismatched ones, at least 0, which their losses are relative to. None without a reference.
-    """
-    eval_reward_margin: float | None = None
-    """``reward_margin`` of the held-out answers after this step; None if not measured."""
-    eval_reward_accuracy: float | None = None
-    """``reward_accuracy`` of the held-out answers after this step; None if not measured."""
+    measured: Mapping[str, float | None] = field(default_factory=dict)
+    """What the model, the objective and the parts of the loop measured beside, by name (docs/metrics.md); None where a
+    step has no value. In Parquet, each name is a column."""
+    shown: str = ""
+    """Some of these in words, as the console shows them."""
+    eval_shown: str = ""
+    """The same of the held-out rows, whose names begin with ``eval_``; empty if not measured."""
 
-    @property
-    def rewards(self) -> str:
-        """Margin and accuracy of the step's answers in words; empty if it has none."""
-        return _rewards(self.reward_margin, self.reward_accuracy)
+    def __post_init__(self) -> None:
+        if taken := sorted(set(self.measured) & _FIELDS_OF_STEPS):
+            raise ValueError(f"a metric cannot be called {taken[0]}: the record of a step has that already")
 
     @property
     def held_out(self) -> str:
@@ -111,10 +88,13 @@ class StepRecord:
         if self.eval_loss is None:
             return ""
         beside = [f"{name} {loss:.4f}" for name, loss in self.eval_losses.items()]
-        if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
-            beside.append(rewards)
+        if self.eval_shown:
+            beside.append(self.eval_shown)
         told = f" ({', '.join(beside)})" if beside else ""
         return f"held-out loss {self.eval_loss:.4f}{told}"
+
+
+_FIELDS_OF_STEPS = frozenset(one.name for one in fields(StepRecord))
 
 
 @dataclass(frozen=True)
@@ -180,10 +160,10 @@ class TrainingSummary:
     """The same of each named part of the held-out tokens; empty if they have no names."""
     ended_early: str = ""
     """Why the run ended before its last step, as a clause; empty if it did not."""
-    eval_reward_margin: float | None = None
-    """``reward_margin`` of the held-out answers after the last step; None if not measured."""
-    eval_reward_accuracy: float | None = None
-    """``reward_accuracy`` of the held-out answers after the last step; None if not measured."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """What was measured of the held-out rows after the last step beside, by names as in ``StepRecord.measured``."""
+    shown: str = ""
+    """Some of these in words."""
 
     @property
     def held_out_weights(self) -> dict[str, float]:
@@ -238,8 +218,8 @@ class TrainingSummary:
             beside_it += [
                 f"{name} {rows.mean:.4f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()
             ]
-            if rewards := _rewards(self.eval_reward_margin, self.eval_reward_accuracy):
-                beside_it.append(f"{rewards} over {self.eval_tokens:,} {self.counted}")
+            if self.shown:
+                beside_it.append(f"{self.shown} over {self.eval_tokens:,} {self.counted}")
             beside = f" ({', '.join(beside_it)})" if beside_it else ""
             parts.append(f"held-out loss {self.eval_loss:.4f} {self.loss_unit}{beside}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
@@ -339,11 +319,3 @@ def disturbance(waiting_share: float | None) -> str | None:
     if waiting_share is None or waiting_share <= MOST_WAITING:
         return None
     return f"threads waited for a core {waiting_share:.0%} of the time: the machine was shared"
-
-
-def _rewards(margin: float | None, accuracy: float | None) -> str:
-    """Return in words how far good answers are ahead of bad ones, and how often; a batch may have good ones alone."""
-    told = [] if margin is None else [f"margin {margin:.4f}"]
-    if accuracy is not None:
-        told.append(f"accuracy {accuracy:.1%}")
-    return ", ".join(told)

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from functools import partial
@@ -23,6 +23,7 @@ from llama_core.records.files import (
     append_lines,
     atomic_write,
     checked_record,
+    columns_of,
     damaged,
     named,
     open_file,
@@ -41,7 +42,8 @@ U = TypeVar("U")
 logger = logging.getLogger(__name__)
 
 _SET_ASIDE = "damaged"
-_MAPPINGS = [field.name for field in fields(StepRecord) if field.type == Mapping[str, float]]
+_MEASURED = "measured"
+"""The field whose names are columns of their own."""
 
 
 def append_metrics(run: RunDirectory, record: StepRecord) -> None:
@@ -72,6 +74,8 @@ def _write_part(run: RunDirectory, table: "pa.Table") -> Path:
 def read_metrics(run: RunDirectory, *, sets_aside: bool = False) -> "pa.Table":
     """Return the run's ``StepRecord`` rows ordered by step; an empty table if there are none.
 
+    Every name that any step has ``measured`` is a column, null where a step has no value.
+
     Args:
         run: the run.
         sets_aside: rename a damaged file, with a warning, and return the rest. For the run's own processes, which must
@@ -80,9 +84,7 @@ def read_metrics(run: RunDirectory, *, sets_aside: bool = False) -> "pa.Table":
     Raises:
         RunDirectoryError: naming a file that is damaged, unless ``sets_aside``.
     """
-    import pyarrow as pa
-
-    return pa.concat_tables(_parts_and_tail(run, sets_aside=sets_aside)).sort_by("step")
+    return _joined(_parts_and_tail(run, sets_aside=sets_aside)).sort_by("step")
 
 
 def set_aside(run: RunDirectory) -> list[Path]:
@@ -113,8 +115,7 @@ def _newest_rows(run: RunDirectory) -> Iterator[list[dict[str, Any]]]:
     """Yield the appended records, then those of each part, newest first."""
     yield _appended(run)
     for path in sorted(_parts(run), key=_number, reverse=True):
-        rows = _read_part(run, path).to_pylist()
-        yield [row | {name: dict(row[name] or ()) for name in _MAPPINGS} for row in rows]
+        yield list(map(_of_columns, _read_part(run, path).to_pylist()))
 
 
 def drop_metrics_after(run: RunDirectory, step: int) -> None:
@@ -197,14 +198,12 @@ def _number(path: "Path | os.DirEntry[str]") -> int:
 
 def _parts_and_tail(run: RunDirectory, *, sets_aside: bool) -> tuple["pa.Table", "pa.Table"]:
     """Return the rows of all parts, and those that are in none yet."""
-    import pyarrow as pa
-
     read: Callable[[Path, Callable[[], Any], Any], Any]
     read = _or_set_aside if sets_aside else lambda path, how, otherwise: how()
     # the tail first: a part that is written meanwhile repeats it
     rows = read(run.metrics_tail, lambda: _appended(run), [])
     parts = [read(path, partial(_read_part, run, path), _table([])) for path in _parts(run)]
-    table = pa.concat_tables([_table([]), *parts])
+    table = _joined([_table([]), *parts])
     known = set(table.column("step").to_pylist())
     return table, _table([row for row in rows if row["step"] not in known])
 
@@ -236,7 +235,7 @@ def _read_part(run: RunDirectory, path: Path) -> "pa.Table":
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        return table_of(content, schema=_metrics_schema())
+        return table_of(content, schema=_metrics_schema(_names_in(content)))
     except (OSError, pa.ArrowException, *DAMAGE) as error:
         raise damaged(path, error) from None
 
@@ -259,13 +258,52 @@ def _appended(run: RunDirectory) -> list[dict[str, Any]]:
 def _table(rows: Sequence[dict[str, Any]]) -> "pa.Table":
     import pyarrow as pa
 
-    of_arrow = [row | {name: list(row[name].items()) for name in _MAPPINGS} for row in rows]
-    return pa.Table.from_pylist(of_arrow, schema=_metrics_schema())
+    names = sorted({name for row in rows for name in row[_MEASURED]})
+    return pa.Table.from_pylist(list(map(_in_columns, rows)), schema=_metrics_schema(names))
 
 
-def _metrics_schema() -> "pa.Schema":
+def _joined(tables: Iterable["pa.Table"]) -> "pa.Table":
+    """Return the rows of all tables; what one has not measured is null."""
     import pyarrow as pa
 
-    numbers = {int: pa.int64(), float: pa.float64(), bool: pa.bool_(), float | None: pa.float64()}
-    types = numbers | {Mapping[str, float]: pa.map_(pa.string(), pa.float64())}
-    return pa.schema([(field.name, types[field.type]) for field in fields(StepRecord)])  # type: ignore[index]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def _in_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as the columns of a table hold it."""
+    own = {name: value for name, value in row.items() if name != _MEASURED}
+    return {**own, **row[_MEASURED], "eval_losses": list(row["eval_losses"].items())}
+
+
+def _of_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record that is in the columns of a table: the inverse of ``_in_columns``."""
+    own = {name: value for name, value in row.items() if name in _COLUMNS}
+    measured = {name: value for name, value in row.items() if name not in _COLUMNS}
+    return {**own, "eval_losses": dict(row["eval_losses"] or ()), _MEASURED: measured}
+
+
+def _names_in(content: bytes) -> list[str]:
+    """Return what the steps of a part have measured: its columns of numbers that are no field of every record."""
+    import pyarrow as pa
+
+    columns = columns_of(content)
+    return [column.name for column in columns if column.name not in _COLUMNS and column.type == pa.float64()]
+
+
+def _metrics_schema(measured: Sequence[str] = ()) -> "pa.Schema":
+    import pyarrow as pa
+
+    types = {
+        int: pa.int64(),
+        float: pa.float64(),
+        float | None: pa.float64(),
+        bool: pa.bool_(),
+        str: pa.string(),
+        Mapping[str, float]: pa.map_(pa.string(), pa.float64()),
+    }
+    own = [(name, types[kind]) for name, kind in _COLUMNS.items()]
+    return pa.schema([*own, *((name, pa.float64()) for name in measured)])
+
+
+_COLUMNS: dict[str, Any] = {field.name: field.type for field in fields(StepRecord) if field.name != _MEASURED}
+"""The type of each column that every table has."""

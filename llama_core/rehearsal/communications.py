@@ -29,7 +29,8 @@ from llama_core.models.batch import Batch, ones_per_token
 from llama_core.models.layers import local_part
 from llama_core.parallel import expert, gathered_attention
 from llama_core.parallel.block_attention import Kernel
-from llama_core.parallel.expert import Dispatch, routing_totals
+from llama_core.parallel.expert import Dispatch
+from llama_core.parallel.measured import measured_totals
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.ranks import most_over_devices
@@ -197,11 +198,11 @@ def _few_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 def _step(engine: NativeEngine, batches: list[Batch], recorder: Recorder, where: str) -> None:
-    """Take a step as the trainer does, which also asks for the most of some numbers and for the experts' loads."""
+    """Take a step as the trainer does, which also asks for the most of some numbers and for what was measured."""
     recorder.where = where
     train_step(engine, batches, learning_rate=1e-3, max_grad_norm=1.0)
     most_over_devices(engine.parallel.device, 0.0)
-    routing_totals(engine.model, engine.parallel.plan)
+    measured_totals(engine.model, engine.parallel.plan)
 
 
 def _batch(config: RunConfig, plan: ParallelPlan) -> Batch:

@@ -253,8 +253,8 @@ def format_record(record: StepRecord) -> str:
         f"{record.tokens_per_second:,.0f} tokens/s",
         f"memory {format_bytes(record.memory_allocated_bytes)} (peak {format_bytes(record.memory_peak_bytes)})",
     ]
-    if record.rewards:
-        parts.insert(2, record.rewards)
+    if record.shown:
+        parts.insert(2, record.shown)
     if record.mfu is not None:
         parts.append(f"MFU {record.mfu:.1%}")
     if record.held_out:
@@ -267,7 +267,8 @@ def format_record(record: StepRecord) -> str:
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
-    ignored = {"step", "total_steps", "time", "eval_losses"}
-    values = {name: value for name, value in asdict(record).items() if name not in ignored and value is not None}
+    ignored = {"step", "total_steps", "time", "eval_losses", "measured", "shown", "eval_shown"}
+    values = {name: value for name, value in asdict(record).items() if name not in ignored}
     named = {f"{NAMED_LOSS}{name}": loss for name, loss in record.eval_losses.items()}
-    return {name: float(value) for name, value in (values | named).items()}
+    all_values = {**values, **record.measured, **named}
+    return {name: float(value) for name, value in all_values.items() if value is not None}

@@ -1,67 +1,67 @@
 """A step that the device has been given, and what becomes known of it: nothing here waits before it must."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from llama_core.parallel.ranks import most_over_devices
+from llama_core.models.llama import Llama
+from llama_core.parallel.measured import measured, measured_totals
+from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import StepResult
-from llama_core.training.measure import MemoryMeter, StepClock
+from llama_core.training.measure import StepClock
+from llama_core.training.reports import Reports
 
 
 @dataclass(frozen=True)
 class StepValues:
-    """The numbers of a step that every rank learns. They travel in this order, in one transfer from the device."""
+    """The results of a step, which are the same on every rank."""
 
     loss: float
     grad_norm: float
     """Before clipping."""
     updated: bool
     """Whether the weights were updated."""
-    allocated_bytes: int
-    """Memory alive when the device was given the step, on the rank where it is most, as are those below."""
-    peak_bytes: int
-    """Most memory alive so far."""
-    reserved_bytes: int
-    """Most memory taken so far."""
-    asked_to_stop: bool
-    """Whether any rank had been asked to stop."""
-    slowest_seconds: float
-    """Time of the step read last, on the rank where it took longest."""
+    reported: Mapping[str, float]
+    """What the parts of the loop have reported, reduced over the ranks, by name."""
+    measured: Mapping[str, float | None]
+    """What the model and the objective have measured beside the loss, by name; None where they have nothing."""
 
-    @staticmethod
-    def sent(result: StepResult, meter: MemoryMeter, *, asked_to_stop: bool, last_seconds: float) -> Tensor:
-        """Return the numbers on their way to host memory, where they are once the device has done the step.
 
-        All ranks must call it together.
+class ValuesUnderWay:
+    """The results of a step on their way to host memory, where they are once the device has done the step.
 
-        Args:
-            result: the results of the step, which are those of all ranks.
-            meter: measures this rank's memory.
-            asked_to_stop: whether this rank was asked to stop.
-            last_seconds: time of the step read last on this rank.
-        """
-        own = (meter.allocated(), meter.peak(), meter.reserved(), asked_to_stop, last_seconds)
-        most = most_over_devices(meter.device, *own)
-        shared = torch.stack([value.to(most) for value in (result.loss, result.grad_norm, result.updated)])
-        return torch.cat((shared, most)).to("cpu", non_blocking=True)
+    All ranks must make it together, after each step.
 
-    @classmethod
-    def received(cls, values: Tensor) -> "StepValues":
-        """Return what ``sent`` has sent."""
-        loss, grad_norm, updated, allocated, peak, reserved, stop, slowest = values.tolist()
-        return cls(
+    Args:
+        result: the results on the device.
+        reports: what this rank's parts have reported.
+        model: this rank's part of the model.
+        plan: how it is divided.
+        device: this rank's device.
+    """
+
+    def __init__(
+        self, result: StepResult, reports: Reports, model: Llama, plan: ParallelPlan, device: torch.device
+    ) -> None:
+        self._reports = reports
+        self._model = model
+        reported = reports.send(device)
+        shared = torch.stack([value.to(reported) for value in (result.loss, result.grad_norm, result.updated)])
+        self._values = torch.cat((shared, reported)).to("cpu", non_blocking=True)
+        totals = measured_totals(model, plan)
+        self._totals = None if totals is None else totals.to("cpu", non_blocking=True)
+
+    def read(self) -> StepValues:
+        """Return the results, once the device has done the step."""
+        loss, grad_norm, updated, *reported = self._values.tolist()
+        return StepValues(
             loss,
             grad_norm,
             bool(updated),
-            allocated_bytes=int(allocated),
-            peak_bytes=int(peak),
-            reserved_bytes=int(reserved),
-            asked_to_stop=bool(stop),
-            slowest_seconds=slowest,
+            reported=self._reports.received(reported),
+            measured=measured(self._model, self._totals),
         )
 
 
@@ -78,9 +78,6 @@ class StepUnderWay:
     """Tokens of each of its sequences."""
     loss_scale: float
     clock: StepClock
-    values: Tensor
-    """The result of ``StepValues.sent``."""
-    measured: Callable[[], dict[str, float]]
-    """Returns what was measured beside the loss, once the device has done the step."""
+    values: ValuesUnderWay
     position: Mapping[str, Any]
     """The position in the data after this step's."""

@@ -18,7 +18,6 @@ from llama_core.config.settings import DATALOADER
 from llama_core.data.entropy import Entropies
 from llama_core.data.supply import BatchSource, Supply
 from llama_core.models.batch import Batch
-from llama_core.parallel.measured import measured_on_the_way
 from llama_core.parallel.ranks import is_first_rank, most_over_ranks, of_every_rank, this_device
 from llama_core.planning.memory.profile import Phase
 from llama_core.planning.plan import ParallelPlan
@@ -44,20 +43,24 @@ from llama_core.training.parts.activity import ActivityLog
 from llama_core.training.parts.bad_steps import BadSteps, StepCheck
 from llama_core.training.parts.held_out import HeldOut
 from llama_core.training.parts.length import RunLength
+from llama_core.training.parts.memory import MemoryReport
 from llama_core.training.parts.metrics_log import MetricsLog
 from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
 from llama_core.training.parts.patience import Patience
 from llama_core.training.parts.preparations import CompiledBlocks, ReferenceModel
 from llama_core.training.parts.saves import Saves
 from llama_core.training.parts.spikes import BadStep
-from llama_core.training.parts.stop import StopRequest
+from llama_core.training.parts.stop import ASKED_TO_STOP, StopRequest
 from llama_core.training.rates import learning_rate
 from llama_core.training.reference import References
-from llama_core.training.step import StepUnderWay, StepValues
+from llama_core.training.reports import Reports, in_words
+from llama_core.training.step import StepUnderWay, ValuesUnderWay
 from llama_core.training.timing import TimedSteps
 
 logger = logging.getLogger(__name__)
 
+SLOWEST_SECONDS = "slowest_seconds"
+"""The name under which a step tells all ranks how long the step read before it took on the slowest."""
 RUN_AHEAD_SECONDS = 2.0
 """Steps that take longer gain nothing from a device that runs ahead, but a request to stop would wait for them."""
 
@@ -99,8 +102,6 @@ class Trainer:
     """Whether to give the device the next step before the results of this one are read."""
     _steps_ahead: int
     """How many steps may be under way when the next one begins."""
-    _last_seconds: float
-    """Wall time of the step whose results were read last."""
     _last_loss: float
 
     def __init__(
@@ -127,7 +128,9 @@ class Trainer:
         self.progress = Progress()
         self.length = RunLength(run, config.training, self.progress, total_steps)
         self.activity = ActivityLog(run, self.progress)
-        self.stop = StopRequest(should_stop, self.progress)
+        self.reports = Reports()
+        self.stop = StopRequest(should_stop, self.progress, self.reports)
+        self._report_seconds = self.reports.declare(SLOWEST_SECONDS, "max", recorded=False)
 
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
@@ -155,7 +158,6 @@ class Trainer:
         self.utilisation = FlopsUtilisation(config.spec, plan.world_size, config.training.precision, self.device)
         self.runs_ahead = self.device.type == "cuda" and not self.loss_scale.is_dynamic
         self._steps_ahead = 0
-        self._last_seconds = 0.0
         self._last_loss = math.nan
 
         self.saves = Saves(
@@ -179,7 +181,15 @@ class Trainer:
             activity=self.activity,
         )
         self.check = StepCheck(config.training)
-        self.metrics = MetricsLog(run, config, self.progress, utilisation=self.utilisation, on_step=on_step)
+        memory = MemoryReport(self.meter, self.reports)
+        self.metrics = MetricsLog(
+            run,
+            config,
+            self.progress,
+            utilisation=self.utilisation,
+            formats=self.reports.formats | dict(config.objective.shown),
+            on_step=on_step,
+        )
         self.bad_steps = BadSteps(
             run,
             config,
@@ -203,6 +213,8 @@ class Trainer:
         )
         self.parts = (
             self.length,  # how many steps there are
+            memory,
+            self.stop,
             self.check,  # was the step a good one?
             self.held_out,  # the held-out loss after it
             Patience(config.training, self.progress),  # does that end the run?
@@ -269,7 +281,8 @@ class Trainer:
             eval_rows=held_out,
             named_eval_rows=evaluation.named,
             ended_early=self.ended_early,
-            **evaluation.measured,
+            measured={f"eval_{name}": value for name, value in evaluation.measured.items()},
+            shown=in_words(evaluation.measured, self.metrics.formats),
         )
 
     def benchmark(self, device_label: str) -> BenchmarkRecord:
@@ -307,8 +320,6 @@ class Trainer:
             self.activity.tell(first, "steps")
             while not self.progress.is_over:
                 under_way.append(self._begin_step())
-                for part in self.parts:
-                    part.step_begun()
                 bad = self._finish_steps(under_way)
                 if bad is not None:
                     under_way.clear()  # drop the steps after it; the device does them before it loads anything
@@ -325,10 +336,9 @@ class Trainer:
         num_tokens = sum(microbatch.tokens_BS.numel() for microbatch in microbatches) * self.plan.dp
         self.progress.step += 1
         self.progress.tokens += num_tokens
-        values = StepValues.sent(
-            result, self.meter, asked_to_stop=self.stop.should_stop(), last_seconds=self._last_seconds
-        )
-        measured = measured_on_the_way(self.engine.model, self.plan)
+        for part in self.parts:
+            part.step_begun()
+        values = ValuesUnderWay(result, self.reports, self.engine.model, self.plan, self.device)
         clock.stop()
         return StepUnderWay(
             step=self.progress.step,
@@ -338,7 +348,6 @@ class Trainer:
             loss_scale=loss_scale,
             clock=clock,
             values=values,
-            measured=measured,
             position=self.batches.state_dict(),
         )
 
@@ -353,12 +362,13 @@ class Trainer:
         while len(under_way) > (0 if must_finish or asked_to_stop else self._steps_ahead):
             begun = under_way.popleft()
             seconds = begun.clock.seconds()  # waits for the device
-            values = StepValues.received(begun.values)
-            asked_to_stop = asked_to_stop or values.asked_to_stop
+            values = begun.values.read()
+            asked_to_stop = asked_to_stop or bool(values.reported[ASKED_TO_STOP])
             self.loss_scale.update(finite=values.updated)
             self._last_loss = values.loss
-            self._last_seconds = sum(seconds.values())
-            self._steps_ahead = int(self.runs_ahead and values.slowest_seconds < RUN_AHEAD_SECONDS)
+            self._report_seconds(sum(seconds.values()))
+            slowest = values.reported.get(SLOWEST_SECONDS, 0.0)
+            self._steps_ahead = int(self.runs_ahead and slowest < RUN_AHEAD_SECONDS)
             step = FinishedStep(
                 step=begun.step,
                 tokens=begun.tokens,
@@ -367,7 +377,7 @@ class Trainer:
                 loss_scale=begun.loss_scale,
                 seconds=seconds,
                 values=values,
-                measured=begun.measured(),
+                measured={**values.measured, **self.reports.recorded(values.reported)},
                 position=begun.position,
                 is_newest=not under_way,
                 asked_to_stop=asked_to_stop,

@@ -4,14 +4,16 @@ A figure is a pure function from the steps to a Plotly figure. ``LEARNING`` and 
 Unknown values are NaN and leave a gap in the line.
 """
 
+import html
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.registry import OBJECTIVES
-from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents, losses_by_name
 from training_reports.downsampling import MOST_POINTS, kept
@@ -357,7 +359,7 @@ def memory_by_step(steps: pd.DataFrame) -> go.Figure:
 def _routing_panel(contents: RunContents) -> Panel | None:
     """Return a panel if the run has experts."""
     steps = contents.steps
-    if steps["expert_load"].isna().all():
+    if not _has(steps, "expert_load"):
         return None
     last = steps.iloc[-1]
     return Panel(
@@ -386,7 +388,7 @@ def routing(steps: pd.DataFrame) -> go.Figure:
 def _rewards_panel(contents: RunContents) -> Panel | None:
     """Return a panel if the run trains on answers, in pairs or with labels."""
     steps = contents.steps
-    if steps["reward_margin"].isna().all():
+    if not _has(steps, "reward_margin"):
         return None
     last = steps[steps["reward_margin"].notna()].iloc[-1]  # a step may have good answers alone
     notes = [
@@ -413,9 +415,8 @@ def _rewards_panel(contents: RunContents) -> Panel | None:
             "The KL divergence is an estimate on the answers of the data, which are not drawn from the model, so it "
             "may be negative: the mean gain in an answer's log-probability over the reference."
         )
-    held_out = steps[steps["eval_reward_margin"].notna()]
-    if not held_out.empty:
-        newest = held_out.iloc[-1]
+    if _has(steps, "eval_reward_margin"):
+        newest = steps[steps["eval_reward_margin"].notna()].iloc[-1]
         summary += (
             f" Of the held-out answers at step {newest['step']}, the margin was {newest['eval_reward_margin']:.3g} and "
             f"the accuracy {newest['eval_reward_accuracy']:.1%}."
@@ -441,7 +442,7 @@ def _has_labels(contents: RunContents) -> bool:
 
 
 def _has_reference(steps: pd.DataFrame) -> bool:
-    return bool(steps["kl"].notna().any())
+    return _has(steps, "kl")
 
 
 def rewards(steps: pd.DataFrame) -> go.Figure:
@@ -461,19 +462,64 @@ def rewards(steps: pd.DataFrame) -> go.Figure:
         lines.append(("kl", "KL from the reference", PURPLE, "%{y:.3g} nats", 4))
     figure = styled_figure("", rows=len(titles))
     for column, name, color, hover, row in lines:
-        add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
-    held_out = steps[steps["eval_reward_accuracy"].notna()]
-    if not held_out.empty:
-        for measure, hover, row in (("margin", "%{y:.3g}", 2), ("accuracy", "%{y:.1%}", 3)):
-            of_measure = held_out[f"eval_reward_{measure}"]
+        if _has(steps, column):
+            add_line(figure, steps["step"], steps[column], name, color=color, hover=hover, row=row)
+    for measure, hover, row in (("margin", "%{y:.3g}", 2), ("accuracy", "%{y:.1%}", 3)):
+        column = f"eval_reward_{measure}"
+        if _has(steps, column):
+            held_out = steps[steps[column].notna()]
             name = f"held-out {measure}"
-            add_line(figure, held_out["step"], of_measure, name, color=RED, hover=hover, marked=True, row=row)
+            add_line(figure, held_out["step"], held_out[column], name, color=RED, hover=hover, marked=True, row=row)
     for row, title in enumerate(titles, start=1):
         figure.update_yaxes(title_text=title, row=row)
     figure.update_yaxes(range=[0, 1.05], tickformat=".0%", row=3)
     _label_steps(figure, steps, lowest_row=len(titles))
     return figure
 
+
+def _other_metrics_panel(contents: RunContents) -> Panel | None:
+    """Return a panel of the metrics that no other panel draws, if there are some."""
+    steps = contents.steps
+    names = [str(name) for name in steps if name not in _DRAWN_ELSEWHERE and _has(steps, str(name))]
+    if not names:
+        return None
+    drawn = names[:MAX_OTHER_METRICS]
+    values = ", ".join(f"{name} {steps[name].dropna().iloc[-1]:.4g}" for name in drawn)
+    notes = []
+    if left_out := names[MAX_OTHER_METRICS:]:
+        notes.append(f"Not drawn, but in the metrics: {', '.join(left_out)}.")
+    return Panel(
+        "Other metrics",
+        other_metrics(steps, drawn),
+        f"The last value of each: {values}.",
+        notes,
+        wide=True,
+        height_px=80 + 140 * len(drawn),
+    )
+
+
+def other_metrics(steps: pd.DataFrame, names: Sequence[str]) -> go.Figure:
+    """Return a row for each of some metrics, by step."""
+    figure = styled_figure("", rows=len(names))
+    for row, name in enumerate(names, start=1):
+        own = steps[steps[name].notna()]
+        shown = html.escape(name)  # a metric's name is what the run's files say
+        add_line(figure, own["step"], own[name], shown, color=BLUE, hover="%{y:.4g}", row=row)
+        figure.update_yaxes(title_text=shown, row=row)
+    figure.update_layout(showlegend=False)
+    _label_steps(figure, steps, lowest_row=len(names))
+    return figure
+
+
+MAX_OTHER_METRICS = 6
+"""How many metrics are drawn that have no panel of their own."""
+_DRAWN_ELSEWHERE = {field.name for field in fields(StepRecord)} | {
+    "expert_load",
+    "router_entropy",
+    *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl"),
+    *("eval_reward_chosen", "eval_reward_rejected", "eval_reward_margin", "eval_reward_accuracy", "eval_kl"),
+}
+"""The columns that have a panel or need none."""
 
 LEARNING: tuple[Callable[[RunContents], Panel | None], ...] = (_loss_panel, _named_loss_panel, _rewards_panel)
 """The panels on what the model learns, in their order on the page; one that cannot apply to the run is None."""
@@ -483,8 +529,14 @@ RUNNING: tuple[Callable[[RunContents], Panel | None], ...] = (
     _learning_rate_panel,
     _memory_panel,
     _routing_panel,
+    _other_metrics_panel,
 )
 """Likewise, the panels on how the steps run."""
+
+
+def _has(steps: pd.DataFrame, name: str) -> bool:
+    """Return whether any step has measured a metric; only those that one has are columns."""
+    return name in steps and bool(steps[name].notna().any())
 
 
 def _range(steps: pd.DataFrame) -> str:

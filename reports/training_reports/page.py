@@ -251,9 +251,10 @@ def _held_out_loss(contents: RunContents) -> Card:
             lines.append(_no_entropies(contents))
         lines.append(f"Mean over {format_count(training.eval_tokens)} held-out {training.counted}.")
         lines += weights_of_named(training)
-        if training.eval_reward_accuracy is not None:
+        accuracy = training.measured.get("eval_reward_accuracy")
+        if accuracy is not None:
             right = "the chosen answer has the higher reward" if training.counted == "pairs" else "the reward is right"
-            lines.append(f"In {training.eval_reward_accuracy:.1%} of them {right}.")
+            lines.append(f"In {accuracy:.1%} of them {right}.")
     if training is not None and training.ended_early:
         lines.append(f"Ended early: {training.ended_early}.")
     return Card("Held-out loss", None if loss is None else f"{loss:.4f}", contents.loss_unit, lines)

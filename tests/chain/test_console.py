@@ -11,8 +11,10 @@ import pytest
 from step_record import record
 
 from llama_core.chain.console import describe_step, say, watch
+from llama_core.objectives.preferences import DPO
 from llama_core.records.directory import RunDirectory
 from llama_core.training.metrics import ParquetSink, format_record
+from llama_core.training.reports import in_words
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -36,7 +38,7 @@ from llama_core.records.directory import RunDirectory
 held_out = {4: {"eval_loss": 2.0, "eval_losses": {"code": 1.5, "wikipedia": 2.5}}}
 with watch(RunDirectory(Path("nowhere"))) as show:
     for step in range(1, 31):
-        show(record(step, total_steps=40, reward_margin=0.25, reward_accuracy=0.75, **held_out.get(step, {})))
+        show(record(step, total_steps=40, shown="margin 0.2500, accuracy 75.0%", **held_out.get(step, {})))
 """
 
 STOP = """
@@ -92,7 +94,7 @@ def test_lines_tell_the_newest_held_out_loss_also_of_a_step_that_nobody_saw(tmp_
     of_names = {"code": 1.5, "wiki": 2.5}
     evaluated = {
         12: {"eval_loss": 2.0, "eval_losses": of_names},
-        25: {"eval_loss": 1.75, "eval_reward_margin": 0.5, "eval_reward_accuracy": 0.625},
+        25: {"eval_loss": 1.75, "eval_shown": "margin 0.5000, accuracy 62.5%", "measured": {"eval_reward_margin": 0.5}},
     }
     steps = [record(number, total_steps=40, **evaluated.get(number, {})) for number in range(1, 41)]
     sink = ParquetSink(run, part_size=7)
@@ -127,8 +129,9 @@ def test_a_step_that_was_evaluated_itself_names_no_other(tmp_path):
     ],
 )
 def test_lines_of_a_run_on_answers_tell_margin_and_accuracy(rewards, told):
-    assert told in describe_step(record(7, **rewards))
-    assert told.split("  ")[1] in format_record(record(7, **rewards))
+    of_step = record(7, measured=rewards, shown=in_words(rewards, DPO.shown))
+    assert told in describe_step(of_step)
+    assert told.split("  ")[1] in format_record(of_step)
 
 
 def test_a_narrow_terminal_shows_all_of_a_step_and_the_held_out_losses_above_it():

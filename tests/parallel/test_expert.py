@@ -6,7 +6,8 @@ from parity import SPARSE, native_engine, own_microbatches
 from tiers import cases
 
 from llama_core.errors import PlanError
-from llama_core.parallel.expert import dispatch, routing_statistics, routing_totals
+from llama_core.parallel.expert import dispatch
+from llama_core.parallel.measured import measured, measured_totals
 from llama_core.planning.plan import ParallelPlan
 
 NUM_EXPERTS, DIM = 4, 8
@@ -71,7 +72,7 @@ def statistics(plan):
     for step in range(2):
         engine.forward_backward(own_microbatches(step, plan), loss_scale=2.0, on_phase=lambda phase: None)
         engine.evaluate(own_microbatches(9, plan))
-        found.append(routing_statistics(routing_totals(engine.model, plan), engine.model.spec))
+        found.append(measured(engine.model, measured_totals(engine.model, plan)))
     return found
 
 

@@ -123,10 +123,9 @@ def step_records(last=40):
 
 def table(records):
     """Return the steps as the report reads them."""
-    unknown = dict.fromkeys(
-        ("eval_loss", "mfu", "backward_seconds", "eval_reward_margin", "eval_reward_accuracy"), float
-    )
-    return pd.DataFrame([asdict(record) for record in records]).astype(unknown)
+    unknown = dict.fromkeys(("eval_loss", "mfu", "backward_seconds"), float)
+    rows = [asdict(record) for record in records]
+    return pd.DataFrame([row | row.pop("measured") for row in rows]).astype(unknown)
 
 
 def write_run(path, *, outcome=FINISHED, records=None):

@@ -33,6 +33,7 @@ def steps():
         eval_reward_margin=lambda table: 0.2 * table["step"],
         eval_reward_accuracy=lambda table: 1 - 0.7 / table["step"],
         kl=lambda table: -0.4 * table["step"],
+        **{"<b>": lambda table: 0.5 * table["step"]},
     )
 
 
@@ -70,6 +71,7 @@ def rows(figure):
                 "KL from the reference": "kl",
             },
         ),
+        (lambda steps: by_step.other_metrics(steps, ["kl", "<b>"]), {"kl": "kl", "&lt;b&gt;": "<b>"}),
         (by_step.throughput, {"training steps": "tokens_per_second"}),
         (
             by_step.step_time,

@@ -183,17 +183,29 @@ def test_a_run_that_ended_early_says_why(run):
 
 def test_a_run_with_experts_shows_their_routing(run, tmp_path):
     assert "Routing to experts" not in report(run).text
-    records = [replace(record, expert_load=1.25, router_entropy=0.5) for record in step_records()]
+    records = [replace(record, measured={"expert_load": 1.25, "router_entropy": 0.5}) for record in step_records()]
     page = report(write_run(tmp_path / "experts", records=records))
     assert "Routing to experts" in page.text
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "the busiest expert got 1.25 times the tokens of an average one; the routers' entropy was 0.5" in captions
 
 
+def test_a_metric_without_a_figure_of_its_own_is_drawn_and_the_ones_too_many_are_named(run, tmp_path):
+    assert "Other metrics" not in report(run).text
+    values = {f"metric_{number}": 0.5 * number for number in range(8)}
+    page = report(write_run(tmp_path / "more", records=[replace(one, measured=values) for one in step_records()]))
+    assert "Other metrics" in page.text
+    assert "Not drawn, but in the metrics: metric_6, metric_7." in page.text
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "metric_4 2, metric_5 2.5." in captions
+
+
 def test_a_run_on_pairs_of_answers_shows_their_rewards(run, tmp_path):
     assert "Rewards of the answers" not in report(run).text
     values = {"reward_chosen": 0.5, "reward_rejected": -1.0, "reward_margin": 1.5, "reward_accuracy": 0.75}
-    page = report(write_run(tmp_path / "pairs", records=[replace(record, **values) for record in step_records()]))
+    page = report(
+        write_run(tmp_path / "pairs", records=[replace(record, measured=values) for record in step_records()])
+    )
     assert "Rewards of the answers" in page.text
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "exceeded that of the rejected ones by 1.5, and it was higher in 75.0% of the pairs" in captions
@@ -210,10 +222,10 @@ def test_a_run_on_pairs_of_answers_shows_their_rewards(run, tmp_path):
 )
 def test_a_run_on_answers_is_told_in_answers_first_of_all(tmp_path, objective, unit, told):
     values = {"reward_margin": 1.5, "reward_accuracy": 0.9, "eval_reward_margin": 0.5, "eval_reward_accuracy": 0.75}
-    run = write_run(tmp_path / "run", records=[replace(record, **values) for record in step_records()])
+    run = write_run(tmp_path / "run", records=[replace(record, measured=values) for record in step_records()])
     run.config.write_text(run.config.read_text().replace("objective: next_token", f"objective: {objective}"))
     summary = replace(SUMMARY, unigram_entropy=None, bigram_entropy=None, loss_unit=unit, eval_tokens=12)
-    write_json(run.training, replace(summary, eval_reward_margin=0.5, eval_reward_accuracy=0.75))
+    write_json(run.training, replace(summary, measured={"eval_reward_margin": 0.5, "eval_reward_accuracy": 0.75}))
     words = {"pair": "pairs", "answer": "labelled answers"}[unit.partition("/")[2]]
     write_json(run.data, read_json(run.data) | {"unit": words, "num_sequences": 48})
     page = report(run)
@@ -231,7 +243,9 @@ def test_a_run_on_answers_is_told_in_answers_first_of_all(tmp_path, objective, u
 
 def test_a_run_with_a_reference_shows_how_far_the_model_is_from_it(run, tmp_path):
     values = {"reward_margin": 1.5, "reward_accuracy": 0.75, "kl": -2.5}
-    page = report(write_run(tmp_path / "pairs", records=[replace(record, **values) for record in step_records()]))
+    page = report(
+        write_run(tmp_path / "pairs", records=[replace(record, measured=values) for record in step_records()])
+    )
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "The KL divergence from the reference was about -2.5 nats" in captions
 
@@ -240,7 +254,9 @@ def test_a_run_on_labelled_answers_shows_the_last_step_that_had_both_labels(run,
     both = {"reward_chosen": 0.5, "reward_rejected": -1.0, "reward_margin": 1.5, "reward_accuracy": 0.75, "kl": 0.25}
     good = {"reward_chosen": 0.5, "reward_accuracy": 1.0, "kl": 2.0}
     *before, last = step_records()
-    of_run = write_run(tmp_path / "kto", records=[*(replace(one, **both) for one in before), replace(last, **good)])
+    of_run = write_run(
+        tmp_path / "kto", records=[*(replace(one, measured=both) for one in before), replace(last, measured=good)]
+    )
     of_run.config.write_text(of_run.config.read_text().replace("objective: next_token", "objective: kto"))
     page = report(of_run)
     captions = " ".join(str(attributes) for _, attributes in page.elements)

@@ -11,7 +11,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
 from llama_core.records.files import now, read_json
 from llama_core.records.measurements import StepRecord
-from llama_core.records.metrics import read_metrics, set_aside
+from llama_core.records.metrics import drop_metrics_after, newest_evaluation, read_metrics, set_aside
 from llama_core.training.metrics import HeartbeatSink, MetricsSinks, ParquetSink, format_record
 from llama_core.training.score_sinks import show_scores
 
@@ -64,6 +64,40 @@ def test_the_call_of_pandas_in_the_docs_reads_the_parts_of_a_run_that_trains(tmp
     (call,) = re.findall(r"pandas: `(.+?)`", page)
     monkeypatch.chdir(tmp_path)
     assert list(eval(call, {"read_parquet": pd.read_parquet}).step) == [3, 4]
+
+
+def test_metrics_are_columns_for_all_readers_and_null_where_a_step_has_none(run):
+    first = [record(1, measured={"load": 1.5, "eval_kl": None}), record(2, measured={"load": 2.5, "eval_kl": 0.25})]
+    other = [record(3, measured={"wait": 0.5}), record(4, measured={"wait": 0.75})]  # resumed with another part
+    for records in (first, other):
+        sink = ParquetSink(run, part_size=2)
+        for one in records:
+            sink.write(one)
+    ParquetSink(run).write(record(5, measured={"load": 3.5}))  # in no part yet
+    rows = read_metrics(run).select(["load", "eval_kl", "wait"]).to_pylist()
+    assert [tuple(row.values()) for row in rows] == [
+        (1.5, None, None),
+        (2.5, 0.25, None),
+        (None, None, 0.5),
+        (None, None, 0.75),
+        (3.5, None, None),
+    ]
+    assert pd.read_parquet(run.metrics)["eval_kl"].notna().tolist() == [False, True, False, False]
+    drop_metrics_after(run, 3)
+    assert read_metrics(run).column("wait").to_pylist() == [None, None, 0.5]
+
+
+def test_the_newest_evaluation_has_what_it_measured(run):
+    sink = ParquetSink(run, part_size=1)
+    evaluated = record(1, eval_loss=2.0, measured={"load": 1.5, "wait": None}, eval_shown="margin 0.5")
+    sink.write(evaluated)
+    sink.write(record(2, measured={"load": 2.5, "wait": 1.0}))
+    assert newest_evaluation(run, after=0) == evaluated
+
+
+def test_a_metric_may_not_have_the_name_of_a_field():
+    with pytest.raises(ValueError, match="a metric cannot be called loss"):
+        record(1, measured={"loss": 1.0})
 
 
 def test_the_heartbeat_is_the_newest_record(run):

@@ -140,10 +140,11 @@ def test_held_out_pairs_have_a_margin_and_an_accuracy_of_their_own(tmp_path, sou
         else:
             margins[-1] -= gain
     assert len(margins) == summary.eval_tokens > 1
-    assert summary.eval_reward_margin == pytest.approx(sum(margins) / len(margins), abs=1e-4)
-    assert summary.eval_reward_accuracy == sum(margin > 0 for margin in margins) / len(margins)
-    assert column(trainer, "eval_reward_margin")[-1] == summary.eval_reward_margin
-    assert f"accuracy {summary.eval_reward_accuracy:.1%} over {len(margins)} pairs" in summary.summary()
+    assert summary.measured["eval_reward_margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-4)
+    accuracy = summary.measured["eval_reward_accuracy"]
+    assert accuracy == sum(margin > 0 for margin in margins) / len(margins)
+    assert column(trainer, "eval_reward_margin")[-1] == summary.measured["eval_reward_margin"]
+    assert f"accuracy {accuracy:.1%} over {len(margins)} pairs" in summary.summary()
 
 
 def test_a_stopped_run_goes_on_bit_for_bit_with_the_reference_of_its_beginning(tmp_path, source):
@@ -204,7 +205,7 @@ def test_a_run_of_an_objective_without_a_reference_computes_none(tmp_path, sourc
     trainer.fit()
     assert not trainer.run.reference.exists()
     assert None not in column(trainer, "reward_accuracy")
-    assert set(column(trainer, "kl")) == {None}
+    assert "kl" not in read_metrics(trainer.run).column_names
 
 
 def test_a_model_that_is_measured_returns_its_loss_again_afterwards(tmp_path, source):

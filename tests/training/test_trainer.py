@@ -472,7 +472,7 @@ def test_a_step_records_its_routing_and_a_loss_without_the_auxiliary_ones(run, t
     dense = RunDirectory(tmp_path / "dense")
     dense.create()
     trainer(dense, steps=1).fit()
-    assert read_metrics(dense).column("expert_load").to_pylist() == [None]
+    assert "expert_load" not in read_metrics(dense).column_names
 
 
 @pytest.mark.nightly

@@ -5,7 +5,8 @@ from typing import Any
 
 from llama_core.config.settings import TrainingConfig
 from llama_core.models.batch import Batch
-from llama_core.parallel.measured import held_out_fields, measured_totals
+from llama_core.models.measures import Measures
+from llama_core.parallel.measured import measured, measured_totals
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.held_out import HeldOutRows
 from llama_core.training.engine import Engine, evaluating
@@ -49,6 +50,9 @@ class HeldOut(LoopPart):
         self._inputs = inputs
         self._is_saved = is_saved
         self._activity = activity
+        objective = engine.model.objective  # routers measure nothing in an evaluation
+        self._names = objective.names if isinstance(objective, Measures) else ()
+        """What is measured of held-out rows beside their loss."""
         self.last = Evaluation()
         """The newest evaluation of this process."""
 
@@ -67,6 +71,8 @@ class HeldOut(LoopPart):
             self.evaluate()
             step.evaluation = self.last
             self._activity.tell_step()
+        if self.batches:
+            step.measured |= {f"eval_{name}": step.evaluation.measured.get(name) for name in self._names}
 
     def ensure(self) -> None:
         """Evaluate if this process has not: a run that is resumed after its last step takes none."""
@@ -78,8 +84,9 @@ class HeldOut(LoopPart):
         self._activity.tell("evaluating", "evaluation")
         rows = self.rows()
         model = self._engine.model
-        measured = held_out_fields(model, measured_totals(model, self._plan))
-        self.last = Evaluation(self._progress.step, rows, measured)
+        of_rows = measured(model, measured_totals(model, self._plan))
+        known = {name: value for name, value in of_rows.items() if name in self._names and value is not None}
+        self.last = Evaluation(self._progress.step, rows, known)
 
     def rows(self) -> dict[str, HeldOutRows]:
         """Return the loss of the rows of the held-out batches, by name; all ranks call it together."""

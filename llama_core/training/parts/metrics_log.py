@@ -1,7 +1,7 @@
 """The record of every step, and where it goes."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from llama_core.config.run import RunConfig
 from llama_core.parallel.ranks import is_first_rank
@@ -10,9 +10,11 @@ from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import drop_metrics_after
 from llama_core.training.measure import FlopsUtilisation
 from llama_core.training.metrics import MetricsSinks
+from llama_core.training.parts.memory import MEMORY_ALLOCATED, MEMORY_PEAK, MEMORY_RESERVED
 from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.rates import learning_rate
+from llama_core.training.reports import in_words
 
 
 class MetricsLog(LoopPart):
@@ -23,6 +25,7 @@ class MetricsLog(LoopPart):
         config: its configuration.
         progress: how far it is.
         utilisation: computes the MFU.
+        formats: how the console shows some metrics, by name.
         on_step: called with every record on the first rank, after the sinks.
     """
 
@@ -33,12 +36,14 @@ class MetricsLog(LoopPart):
         progress: Progress,
         *,
         utilisation: FlopsUtilisation,
+        formats: Mapping[str, str],
         on_step: Callable[[StepRecord], None],
     ) -> None:
         self._run = run
         self._config = config
         self._progress = progress
         self._utilisation = utilisation
+        self.formats = formats
         self.on_step = on_step
         self._sinks: MetricsSinks | None = None
         """None on other ranks than the first."""
@@ -90,15 +95,16 @@ class MetricsLog(LoopPart):
             optimizer_seconds=seconds["optimizer"],
             backward_seconds=seconds["backward"],
             mfu=self._utilisation(tokens_per_second, step.seq_len),
-            memory_allocated_bytes=values.allocated_bytes,
-            memory_peak_bytes=values.peak_bytes,
-            memory_reserved_bytes=values.reserved_bytes,
             loss_scale=step.loss_scale,
             skipped=not values.updated,
             eval_loss=step.evaluation.loss,
             time=time.time(),
             spike=bool(step.spike),
             eval_losses=step.evaluation.named_losses,
-            **step.measured,
-            **step.evaluation.measured,
+            memory_allocated_bytes=int(values.reported[MEMORY_ALLOCATED]),
+            memory_peak_bytes=int(values.reported[MEMORY_PEAK]),
+            memory_reserved_bytes=int(values.reported[MEMORY_RESERVED]),
+            measured=step.measured,
+            shown=in_words(step.measured, self.formats),
+            eval_shown=in_words(step.evaluation.measured, self.formats),
         )

@@ -44,7 +44,7 @@ class Evaluation:
     rows: Mapping[str, HeldOutRows] = field(default_factory=dict)
     """By name, or as ``UNNAMED``."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """What the objective measured of all rows beside the loss, by the field of the record."""
+    """What the model and the objective measured of all rows beside the loss, by the name of the same of a step."""
 
     @cached_property
     def joined(self) -> HeldOutRows | None:
@@ -83,14 +83,16 @@ class FinishedStep:
     seconds: Mapping[str, float]
     """Wall time of each of its phases."""
     values: StepValues
-    measured: dict[str, float]
-    """What the model and the objective measured beside the loss, by the field of the record."""
     position: Mapping[str, Any]
     """The position in the data after it."""
     is_newest: bool
     """Whether no later step has begun, so that the weights are those after this one."""
     asked_to_stop: bool
     """Whether any rank was asked to stop, when this step began or one that was read with it."""
+    measured: dict[str, float | None]
+    """The metrics of this step beside those that every step has, by name: what the model and the objective have
+    measured, and the parts have reported. A part may add a number that the first rank knows by now. Every step has the
+    same names, with None where there is no value: readers of Parquet take the columns of its first part."""
 
     is_sound: bool = True
     """Whether loss and gradient were finite, or overflowed only because of the loss's scale."""
@@ -121,7 +123,10 @@ class LoopPart:
         """Act before the device is given the step after ``Progress.step``."""
 
     def step_begun(self) -> None:
-        """Act when the device has been given step ``Progress.step``; its results are not known yet."""
+        """Act when the device has been given step ``Progress.step``; its results are not known yet.
+
+        What a part reports by then (``Reports``) becomes one of the results.
+        """
 
     def is_due(self, step: int) -> bool:
         """Return whether ``after_step`` needs the weights of ``step``, so that no later step may begin before."""

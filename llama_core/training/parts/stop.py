@@ -4,20 +4,30 @@ from collections.abc import Callable
 
 from llama_core.errors import StoppedError
 from llama_core.parallel.ranks import most_over_ranks
-from llama_core.training.parts.part import Progress
+from llama_core.training.parts.part import LoopPart, Progress
+from llama_core.training.reports import Reports
+
+ASKED_TO_STOP = "asked_to_stop"
+"""The name under which a step tells all ranks that one of them was asked to stop when it began."""
 
 
-class StopRequest:
-    """Asks all ranks whether one of them is to stop, where no step carries the answer.
+class StopRequest(LoopPart):
+    """Tells all ranks whether one of them was asked to stop: with every step, or where no step carries the answer.
 
     Args:
         should_stop: whether this rank was asked to.
         progress: how far the run is.
+        reports: takes the answer of this rank.
     """
 
-    def __init__(self, should_stop: Callable[[], bool], progress: Progress) -> None:
+    def __init__(self, should_stop: Callable[[], bool], progress: Progress, reports: Reports) -> None:
         self.should_stop = should_stop
         self._progress = progress
+        self._report = reports.declare(ASKED_TO_STOP, "max", recorded=False)
+
+    def step_begun(self) -> None:
+        """Report the answer with the step."""
+        self._report(self.should_stop())
 
     def is_made(self) -> bool:
         """Return on all ranks whether any of them was asked to stop; all call it together."""
