@@ -20,7 +20,6 @@ from llama_core.records.checkpoints import (
     MANIFEST,
     checkpoint_step,
     recorded_sums,
-    without_checksums,
     write_manifest,
 )
 from llama_core.records.checksums import FileSum
@@ -58,7 +57,7 @@ def branch_off(
         WeightsError: if ``out`` is not empty.
         ConfigError: if the learning rate of the checkpoint's step is not that of the stable phase, or ``num_steps`` is
             below 1.
-        CheckpointError: if the checkpoint is damaged or of an earlier version, or ``out`` cannot be written.
+        CheckpointError: if the checkpoint is damaged, or ``out`` cannot be written.
     """
     config = load_config(run)
     refuse_foreign(run, "branch off it")
@@ -68,8 +67,6 @@ def branch_off(
         raise ConfigError(f"{run.path} trains on your own dataloader, which no branch can go on reading")
     checkpoint = find_checkpoint(run, step, tell)
     sums = recorded_sums(checkpoint)
-    if not sums:
-        raise CheckpointError(f"{without_checksums(checkpoint)}; resume {run.path}, so that it saves another one")
     at = checkpoint_step(checkpoint)
     decaying = _decaying(run, _as_trained(config, checkpoint, run), at, num_steps)
     try:

@@ -23,7 +23,6 @@ from llama_core.launch.verdict import RESUME
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import read_activity
 from llama_core.records.checkpoints import (
-    MANIFEST,
     STATE,
     checkpoint_name,
     checkpoint_step,
@@ -70,7 +69,7 @@ class CheckpointFinding:
     step: int
     num_bytes: int
     compared: Literal["checksums", "sizes"]
-    """How its files were compared: by size alone if that was asked for, or if an earlier version wrote it."""
+    """How its files were compared: by size alone if that was asked for."""
     problem: str
     """The damaged file, and how it differs from what was written; empty if the checkpoint is good."""
     is_best: bool = False
@@ -86,10 +85,10 @@ class CheckpointFinding:
 
 @dataclass(frozen=True)
 class _Counters:
-    """The trainer's counters in a checkpoint that the metrics have too; None if it is of an earlier version."""
+    """The trainer's counters in a checkpoint that the metrics have too."""
 
-    loss: float | None = None
-    tokens: int | None = None
+    loss: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ def _checkpoints(run: RunDirectory, best_by: str, read: bool) -> Iterator[Checkp
         num_bytes = 0
         with suppress(FileNotFoundError):
             num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        compared: Literal["checksums", "sizes"] = "checksums" if read and (path / MANIFEST).exists() else "sizes"
+        compared: Literal["checksums", "sizes"] = "checksums" if read else "sizes"
         if path.exists():  # a running job deletes the oldest
             yield CheckpointFinding(checkpoint_step(path), num_bytes, compared, problem, path in best and not problem)
 
@@ -253,17 +252,17 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
         return Fact("metrics", f"{text}; the newest good checkpoint is of step {saved}", is_problem=True)
     if not saved:
         return Fact("metrics", f"steps 1 to {last}" if last else "no step yet")
-    trainer = _Counters()
+    there: dict[str, float] = {}
     checkpoint = run.checkpoints / checkpoint_name(saved)
     try:
         with suppress(CheckpointError):  # a running job may have deleted it
-            trainer = checked_record(complete_state(checkpoint), _Counters, checkpoint / STATE)
+            there = asdict(checked_record(complete_state(checkpoint), _Counters, checkpoint / STATE))
     except RunDirectoryError as error:
         return Fact("metrics", str(error), is_problem=True)
-    for name, there in asdict(trainer).items():
+    for name, saved_value in there.items():
         here = rows[saved][name]
-        if there is not None and there != here and not (math.isnan(there) and math.isnan(here)):
-            text = f"{name} {here} at step {saved}, but the checkpoint of that step has {there}"
+        if saved_value != here and not (math.isnan(saved_value) and math.isnan(here)):
+            text = f"{name} {here} at step {saved}, but the checkpoint of that step has {saved_value}"
             return Fact("metrics", text, is_problem=True)
     text = f"steps 1 to {last}, in agreement with the checkpoint of step {saved}"
     repeats = last > saved and state in {"stopped", "failed"}

@@ -20,7 +20,7 @@ PREFIX = "step-"
 _NAME = re.compile(rf"{PREFIX}[0-9]{{8,18}}")
 STATE = "state.json"
 MANIFEST = "manifest.json"
-"""File with the size and the checksum of all others; checkpoints of earlier versions have only sizes, in ``STATE``."""
+"""File with the size and the checksum of all others."""
 LATEST = "latest"
 LAYOUT = "deepspeed.json"
 """File in DeepSpeed's checkpoints with the ranks, ZeRO stage and dtype of the run; others have none."""
@@ -47,7 +47,7 @@ def newest_intact_checkpoint(run: RunDirectory, tell: Callable[[str], None]) -> 
 
     Args:
         run: the run.
-        tell: called with a line about each later one that is damaged, and about one without checksums.
+        tell: called with a line about each later one that is damaged.
 
     Raises:
         CheckpointError: if all are damaged.
@@ -57,8 +57,6 @@ def newest_intact_checkpoint(run: RunDirectory, tell: Callable[[str], None]) -> 
     for path in reversed(found):
         problem = find_problem(path)
         if not problem:
-            if not recorded_sums(path):
-                tell(without_checksums(path))
             return path
         problems.append(f"{path.name}: {problem}")
         if path != found[0]:
@@ -69,11 +67,6 @@ def newest_intact_checkpoint(run: RunDirectory, tell: Callable[[str], None]) -> 
             "restore one from a backup"
         )
     return None
-
-
-def without_checksums(path: Path) -> str:
-    """Return the line about a checkpoint that has none."""
-    return f"checkpoint {path.name} has no checksums, because an earlier version wrote it; only sizes were checked"
 
 
 def checkpoint_step(path: Path) -> int:
@@ -122,8 +115,8 @@ def complete_state(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the file that is missing or truncated.
     """
-    state, sums = _read(path)
-    if damage := find_damage(path, sums, below=place_of(path), read=False):
+    state = recorded_counters(path)
+    if damage := find_damage(path, recorded_sums(path), below=place_of(path), read=False):
         raise CheckpointError(damage)
     return state
 
@@ -140,13 +133,14 @@ def recorded_counters(path: Path) -> dict[str, Any]:
 def recorded_sums(path: Path) -> dict[str, FileSum]:
     """Return the recorded size and checksum of each file of the checkpoint in ``path``, by its path in it.
 
-    The result is empty for a checkpoint of an earlier version, which has no checksums.
-
     Raises:
         CheckpointError: if they cannot be read.
     """
-    _, sums = _read(path)
-    return sums if all(written.crc32 for written in sums.values()) else {}
+    manifest = path / MANIFEST
+    try:
+        return checked_record(_record(manifest).get("files"), dict[str, FileSum], manifest)
+    except RunDirectoryError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def find_problem(path: Path, *, read: bool = True) -> str:
@@ -184,20 +178,6 @@ def write_manifest(path: Path, sums: Mapping[str, FileSum]) -> None:
     names = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} | set(sums)
     files = {name: asdict(sums.get(name) or file_sum(path / name)) for name in sorted(names - {MANIFEST})}
     write_json(path / MANIFEST, {"files": files})
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, FileSum]]:
-    """Return the counters of the checkpoint in ``path``, and the recorded size and checksum of each of its files."""
-    state = _record(path / STATE)
-    sizes = state.pop("files", None)
-    try:
-        if sizes is not None:  # of an earlier version
-            of_files = checked_record(sizes, dict[str, int], path / STATE)
-            return state, {name: FileSum(size, "") for name, size in of_files.items()}
-        files = checked_record(_record(path / MANIFEST).get("files"), dict[str, FileSum], path / MANIFEST)
-        return state, files
-    except RunDirectoryError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _record(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ class Progress:
     tokens: int = 0
     """Tokens trained on so far."""
     eval_loss: float | None = None
-    """The held-out loss after the checkpoint's step; None if it was not evaluated, or by an earlier version."""
+    """The held-out loss after the checkpoint's step; None if it was not evaluated."""
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     """The same of each named part of the held-out tokens."""
 

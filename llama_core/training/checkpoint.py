@@ -47,7 +47,6 @@ from llama_core.records.checkpoints import (
     newest_checkpoint,
     place_of,
     recorded_sums,
-    without_checksums,
     write_manifest,
 )
 from llama_core.records.checksums import FileSum, find_damage
@@ -224,8 +223,6 @@ class Checkpointer:
         state, sums, problem = from_first_rank(_look_at(path) if is_first_rank() else (None, {}, ""))
         if state is None:
             return None, problem
-        if not sums and is_first_rank():
-            logger.warning("%s", without_checksums(path))
         if problem := _damage(path, sums):
             return None, problem
         try:

@@ -5,12 +5,11 @@ index, a line of JSON for each entry, for us.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -123,26 +122,14 @@ def parse_index(lines: Iterable[bytes], path: Path) -> Iterator[Entry]:
         CheckpointError: if a line is no entry; it names ``path`` and the first key that is missing or wrong.
     """
     for line in lines:
-        with _naming(path):
+        try:
             entry = _ENTRY.validate_json(line)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            key = ".".join(map(str, detail["loc"]))
+            problem = as_clause(detail["msg"])
+            raise CheckpointError(f"{path} is no index of a checkpoint ({key}: {problem})") from None
         yield entry
-
-
-def checked_entry(entry: Mapping[str, Any], path: Path) -> Entry:
-    """Return an entry that was read from ``path`` with its keys and types checked; see ``parse_index``."""
-    with _naming(path):
-        return _ENTRY.validate_python(entry)
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except ValidationError as error:
-        detail = error.errors()[0]
-        key = ".".join(map(str, detail["loc"]))
-        problem = as_clause(detail["msg"])
-        raise CheckpointError(f"{path} is no index of a checkpoint ({key}: {problem})") from None
 
 
 def metadata_of(entries: Iterable[Entry], path: Path) -> Metadata:

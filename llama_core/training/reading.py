@@ -1,7 +1,7 @@
 """Read checkpoints in torch's distributed format without running any code that is in them.
 
-What is where comes from the index, which is plain values, or from the pickle of a checkpoint without one, which is read
-as plain values. torch's own restricted unpickler reads the tensors, and the numbers and texts beside them.
+What is where comes from the index, which is plain values; torch's own metadata are a pickle, and are not read. torch's
+restricted unpickler reads the tensors, and the numbers and texts beside them.
 """
 
 import io
@@ -9,7 +9,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,13 +23,10 @@ from llama_core.models.saved_tensors import only_tensors
 from llama_core.records.checkpoints import place_of
 from llama_core.records.files import open_file
 from llama_core.training.index import INDEX, metadata_of, parse_index
-from llama_core.training.pickled_metadata import pickled_entries
 from llama_core.units import GIB, format_bytes
 
 MOST_INDEX_BYTES = 4 * GIB
 """Largest index: that of some twenty million parts."""
-MOST_PICKLE_BYTES = GIB // 4
-"""Largest pickle of metadata; Python needs up to a hundred times its size."""
 
 
 class PlainReader(dcp.FileSystemReader):
@@ -52,24 +49,15 @@ class PlainReader(dcp.FileSystemReader):
 
 def _read_metadata(folder: Path) -> Metadata:
     index = folder / INDEX
-    pickle = folder / ".metadata"
-    below = place_of(folder)
     try:
-        if index.exists():
-            with open_file(index, below) as lines:
-                _refuse_larger(index, lines, MOST_INDEX_BYTES)
-                return metadata_of(parse_index(lines, index), index)
-        with open_file(pickle, below) as file:
-            _refuse_larger(pickle, file, MOST_PICKLE_BYTES)
-            return metadata_of(pickled_entries(file.read(), pickle), pickle)
+        with open_file(index, place_of(folder)) as lines:
+            num_bytes = os.fstat(lines.fileno()).st_size
+            if num_bytes > MOST_INDEX_BYTES:
+                most = format_bytes(MOST_INDEX_BYTES)
+                raise CheckpointError(f"{index} has {format_bytes(num_bytes)}; at most {most} are read")
+            return metadata_of(parse_index(lines, index), index)
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror or error}") from None
-
-
-def _refuse_larger(path: Path, file: IO[bytes], most: int) -> None:
-    num_bytes = os.fstat(file.fileno()).st_size
-    if num_bytes > most:
-        raise CheckpointError(f"{path} has {format_bytes(num_bytes)}; at most {format_bytes(most)} are read")
 
 
 class _OwnFiles(FileSystem):

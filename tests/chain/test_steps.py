@@ -432,7 +432,8 @@ def save_checkpoint(run, step):
     checkpoint = run.checkpoints / checkpoint_name(step)
     checkpoint.mkdir(parents=True)
     shutil.copyfile(run.config, checkpoint / run.config.name)
-    write_json(checkpoint / STATE, {"step": step, "files": {}})
+    write_json(checkpoint / STATE, {"step": step})
+    write_manifest(checkpoint, {})
 
 
 def test_a_run_records_the_checkpoint_it_starts_from(tmp_path):

@@ -18,7 +18,7 @@ from llama_core.launch.jobs.submission import attach
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude, concluded, read_outcome
 from llama_core.records.activity import Activity, append_activities, read_activities, read_activity
-from llama_core.records.checkpoints import STATE, newest_step
+from llama_core.records.checkpoints import STATE, newest_step, write_manifest
 from llama_core.records.files import read_json, write_json
 from llama_core.records.goodput import read_goodput
 from llama_core.records.job import JobRecord
@@ -48,10 +48,11 @@ def whole(tmp_path_factory):
     write_profile(run, ProfileRecord(0, {"matmul": 1.0}))
     checkpoint = run.checkpoints / "step-00000020"
     (checkpoint / "weights").write_bytes(b"x")
-    write_json(checkpoint / STATE, {"step": 20, "files": {"weights": 1}})
+    write_json(checkpoint / STATE, {"step": 20, "loss": 2.5, "tokens": 20 * 16_384})
+    write_manifest(checkpoint, {})
     outcome = read_json(run.outcome)
     ended = {"status": "finished", "reason": "", "requeued": False, "first_step": 1, "last_step": 40}
-    outcome["attempts"] = [attempt | ended | {"ended_at": JOB.submitted_at}]
+    outcome["attempts"] = [attempt | ended | {"started_at": None, "ended_at": JOB.submitted_at}]
     write_json(run.outcome, outcome)
     write_json(run.job, JOB)
     write_json(run.choice, {"reasons": {"tp": "one rank"}, "step": {"step_seconds": 1.0, "tp_seconds": 0.1}})

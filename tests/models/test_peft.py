@@ -19,7 +19,7 @@ from llama_core.config.strategy import MATRICES, TARGETS, LoRA
 from llama_core.errors import WeightsError
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_weights, peft_name
 from llama_core.models.pretrained import check_pretrained, origin_of
-from llama_core.records.checkpoints import STATE, checkpoint_name
+from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 
@@ -194,7 +194,7 @@ def checkpoint(base):
     checkpoint = RunDirectory(base.with_name("run")).checkpoints / checkpoint_name(2)
     checkpoint.mkdir(parents=True)
     (checkpoint / "__0_0.distcp").write_bytes(b"weights")
-    write_json(checkpoint / STATE, {"step": 2, "files": {"__0_0.distcp": 7}})
+    write_json(checkpoint / STATE, {"step": 2})
     reconfigure(checkpoint, training={"init_from": str(base)})
     return checkpoint
 
@@ -204,6 +204,7 @@ def reconfigure(checkpoint, **changes):
     lora = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
     config = RunConfig.from_mapping(mapping | {"lora": lora} | changes)
     (checkpoint / "config.yaml").write_text(config.to_yaml())
+    write_manifest(checkpoint, {})
 
 
 def test_an_adapter_checkpoint_has_the_base_its_run_started_from(checkpoint, base, folder):

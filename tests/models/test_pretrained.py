@@ -24,7 +24,7 @@ from llama_core.models.pretrained import (
     where_stored,
 )
 from llama_core.models.weight_files import read_tensors
-from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name
+from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 
@@ -340,7 +340,8 @@ def run(tmp_path):
         checkpoint.mkdir(parents=True)
         (checkpoint / "config.yaml").write_text(CONFIG.to_yaml())
         (checkpoint / "__0_0.distcp").write_bytes(b"weights")
-        write_json(checkpoint / STATE, {"step": step, "files": {"__0_0.distcp": 7}})
+        write_json(checkpoint / STATE, {"step": step})
+        write_manifest(checkpoint, {})
     return run
 
 
@@ -355,7 +356,9 @@ def test_a_run_stands_for_its_newest_complete_checkpoint(run):
 
 def with_config(run, **changes):
     mapping = yaml.safe_load(CONFIG.to_yaml()) | changes
-    (run.checkpoints / "step-00000004" / "config.yaml").write_text(yaml.safe_dump(mapping))
+    checkpoint = run.checkpoints / "step-00000004"
+    (checkpoint / "config.yaml").write_text(yaml.safe_dump(mapping))
+    write_manifest(checkpoint, {})
 
 
 @pytest.mark.parametrize(
