@@ -116,11 +116,11 @@ def say_model(run: RunDirectory) -> None:
 
 def say_batch(run: RunDirectory) -> None:
     """Print what a step reads, and how many steps the run takes."""
-    data = {}
-    if run.data.exists():
-        with intact(run.data):
-            data = read_json(run.data)
-    say("batch", batch_line(load_config(run), data))
+    config = load_config(run)
+    with intact(run.data):
+        data = read_json(run.data) if run.data.exists() else {}
+        line = batch_line(config, data)
+    say("batch", line)
 
 
 def say_packages(run: RunDirectory) -> None:

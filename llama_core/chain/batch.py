@@ -44,7 +44,7 @@ def _steps(config: RunConfig, data: Mapping[str, Any]) -> list[str]:
     """Return the number of steps, and of epochs, as far as they are known."""
     training = config.training
     has_epochs = not (config.stages or config.data.sources)  # else an epoch is one of each source, and steps are given
-    if not has_epochs or not data.get("num_sequences"):
+    if not has_epochs or not data or not data["num_sequences"]:
         return [] if training.steps is None else [counted(training.steps, "step")]
     an_epoch = data["num_sequences"] / config.first_batch_size
     steps = training.total_steps(an_epoch)
@@ -53,6 +53,5 @@ def _steps(config: RunConfig, data: Mapping[str, Any]) -> list[str]:
 
 def _unit_in_rows(data: Mapping[str, Any]) -> str:
     """Return what sequences hold whole; empty if documents are cut, or the data are unknown."""
-    unit = str(data.get("unit", DOCUMENTS))
-    is_known = bool(data.get("num_sequences")) and "num_documents" in data  # another version's record may lack them
-    return unit if is_known and unit != DOCUMENTS else ""
+    is_known = bool(data) and data["num_sequences"] > 0
+    return str(data["unit"]) if is_known and data["unit"] != DOCUMENTS else ""

@@ -86,17 +86,17 @@ class DataStatistics:
     """Truncated conversations that are left out, because no token left in them counts in the loss."""
     notes: tuple[str, ...]
     """A sentence for each property of the data that may be unintended."""
-    sources: tuple[SourceStatistics, ...] = ()
+    sources: tuple[SourceStatistics, ...]
     """The sources of a mixture; empty for a single one."""
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...]
     """Where each stage of a mixture after the first begins, and the shares of its sources."""
-    frame: str = ""
+    frame: str
     """What each text begins and ends with; empty if all documents are conversations."""
-    unit: str = DOCUMENTS
+    unit: str
     """What a row holds whole, as many as fit: conversations, pairs or labelled answers; documents are cut instead."""
-    tokenizer_digest: str = ""
+    tokenizer_digest: str
     """``Tokenizer.fingerprint``: the files of a tokenizer may be replaced behind a run's back."""
-    template_digest: str | None = None
+    template_digest: str | None
     """``ChatTemplate.digest`` of ``chat_template``, if that is a file's."""
 
     def summary(self) -> str:

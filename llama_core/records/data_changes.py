@@ -16,18 +16,14 @@ class DataChange:
     kept: Mapping[str, int]
     """The sources that go on where they were, and how many sequences of each had been read; a source in sequences of
     another length is one of its own, such as ``code@8192``."""
-    new: tuple[str, ...] = ()
+    new: tuple[str, ...]
     """Sources that the data before did not have."""
-    changed: tuple[str, ...] = ()
+    changed: tuple[str, ...]
     """Sources that begin anew, because their own sequences are others."""
-    left: tuple[str, ...] = ()
+    left: tuple[str, ...]
     """Sources that are no longer there."""
     step: int = 0
     """The step after which the data changed."""
-
-    def __post_init__(self) -> None:
-        for name in ("new", "changed", "left"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
 
     def __str__(self) -> str:
         """Return where the data changed, and what became of each source."""

@@ -387,8 +387,7 @@ def _integer(digits: str) -> int:
 def read_typed(path: Path, kind: type[T], below: Path | None = None) -> T:
     """Return the record in ``path`` as ``kind``, a dataclass or any other type, with its keys and types checked.
 
-    A dataclass may have defaults for keys of newer versions; keys that it lacks are ignored. ``below`` is as for
-    ``read_json``.
+    Keys that a dataclass lacks are ignored. ``below`` is as for ``read_json``.
 
     Raises:
         RunDirectoryError: as ``read_json``, or naming the first key that is missing or wrong.

@@ -159,7 +159,7 @@ def _added(attempts: Iterable[Mapping[TimePart, float]]) -> dict[TimePart, float
 
 def _taken_steps(run: RunDirectory) -> Iterable[TakenStep]:
     columns = ["time", "step_seconds", "data_seconds"]
-    for row in read_metrics(run).select(columns).drop_null().to_pylist():  # an earlier version had fewer columns
+    for row in read_metrics(run).select(columns).drop_null().to_pylist():  # a file of somebody else may lack them
         yield TakenStep(row["time"], row["step_seconds"], row["data_seconds"], counts=True)
     for step in {step.time: step for step in read_lines(run.repeated_steps, _Times, run.path)}.values():
         yield TakenStep(step.time, step.step_seconds, step.data_seconds, counts=False)

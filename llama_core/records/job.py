@@ -1,9 +1,9 @@
 """The job of a run, and why it ended."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, StringConstraints, with_config
+from pydantic import StringConstraints
 from typing_extensions import TypedDict
 
 from llama_core.records.files import Time
@@ -48,12 +48,11 @@ class JobRecord:
     folder: str = ""
     """submitit's folder: the files that the job starts from, and its output before the ranks start."""
     process_namespace: str = ""
-    """Names the processes among which a local job's is one; empty for other jobs, and those of earlier versions."""
+    """Names the processes among which a local job's is one; empty for other jobs."""
     lock_domain: str = ""
     """The kernel and file system that know whether a local job still holds its lock; empty likewise."""
 
 
-@with_config(ConfigDict(extra="allow"))  # keys of newer versions
 class AttemptRecord(TypedDict):
     """How one attempt at a run ended."""
 
@@ -68,7 +67,7 @@ class AttemptRecord(TypedDict):
     """Whether Slurm queued its job again."""
     first_step: int | None
     last_step: int | None
-    started_at: NotRequired[Time | None]
+    started_at: Time | None
     ended_at: Time
 
 

@@ -40,16 +40,16 @@ def attempts_table(contents: RunContents) -> tuple[list[tuple[object, ...]], str
     rows: list[tuple[object, ...]] = [
         (
             number,
-            attempt.get("job_id"),
-            attempt.get("started_at"),
-            attempt.get("ended_at"),
-            attempt.get("status"),
+            attempt["job_id"],
+            attempt["started_at"],
+            attempt["ended_at"],
+            attempt["status"],
             _steps(attempt, own.repeated),
             *(
                 None if seconds is None else format_duration(seconds)
                 for seconds in (own.waited, own.starting, own.in_steps, own.after)
             ),
-            attempt.get("reason"),
+            attempt["reason"],
         )
         for number, (attempt, own) in enumerate(zip(attempts, spent, strict=True), 1)
     ]
@@ -65,18 +65,18 @@ def time_spent(attempts: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> It
     """
     before: float | None = None
     for place, attempt in enumerate(attempts):
-        first = attempt.get("first_step")
-        last = attempt.get("last_step")
-        later = [other["first_step"] for other in attempts[place + 1 :] if other.get("first_step")]
+        first = attempt["first_step"]
+        last = attempt["last_step"]
+        later = [other["first_step"] for other in attempts[place + 1 :] if other["first_step"]]
         counts = steps.iloc[0:0]
         repeated = 0
         if first is not None and last is not None:
             kept = min([last, *(step - 1 for step in later)])
             counts = steps[steps["step"].between(first, kept)]
             repeated = last - max(kept, first - 1)
-        start = _seconds(attempt.get("started_at"))
-        end = _seconds(attempt.get("ended_at"))
-        asked = _seconds(attempt.get("submitted_at")) if before is None else before
+        start = _seconds(attempt["started_at"])
+        end = _seconds(attempt["ended_at"])
+        asked = _seconds(attempt["submitted_at"]) if before is None else before
         begun = end
         done = end
         if not counts.empty:
@@ -111,8 +111,8 @@ def _lost(spent: Sequence[Spent]) -> str:
 
 
 def _steps(attempt: Mapping[str, Any], repeated: int) -> str | None:
-    first = attempt.get("first_step")
-    last = attempt.get("last_step")
+    first = attempt["first_step"]
+    last = attempt["last_step"]
     if first is None or last is None:
         return None
     return f"{first} to {last}" + (f" ({repeated} repeated later)" if repeated else "")

@@ -303,15 +303,15 @@ class _DataSource:
 class _Data:
     summary: str
     notes: tuple[str, ...]
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_sequences: int = 0
-    unit: str = ""
-    num_validation_documents: int = 0
-    num_validation_tokens: int = 0
-    bad_lines: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    bad_line_examples: tuple[str, ...] = ()
-    sources: tuple[_DataSource, ...] = ()
+    num_documents: int
+    num_tokens: int
+    num_sequences: int
+    unit: str
+    num_validation_documents: int
+    num_validation_tokens: int
+    bad_lines: Mapping[str, int]
+    bad_line_examples: tuple[str, ...]
+    sources: tuple[_DataSource, ...]
 
 
 @dataclass

@@ -11,7 +11,6 @@ from llama_core.chain.batch import batch_line, global_batch
 from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER
-from llama_core.data.statistics import DOCUMENTS
 from llama_core.errors import RunDirectoryError
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.records.directory import RunDirectory
@@ -164,16 +163,13 @@ def _source(contents: RunContents) -> str | None:
     """Return the name of the data and their size."""
     source = contents.setting("data", "source")
     mixture = contents.setting("data", "sources")
-    data = contents.data or {}
+    data = contents.data
     if source is None and not mixture:
         return None
-    sizes = [
-        f"{format_count(data[key])} {what}"
-        for key, what in (("num_documents", data.get("unit", DOCUMENTS)), ("num_tokens", "tokens"))
-        if key in data
-    ]
     name = f"mixture of {', '.join(sorted(mixture))}" if mixture else Path(str(source)).name
-    return ", ".join([name, *sizes])
+    if data is None:
+        return name
+    return f"{name}, {format_count(data['num_documents'])} {data['unit']}, {format_count(data['num_tokens'])} tokens"
 
 
 def _data(contents: RunContents) -> list[tuple[str, object]]:
@@ -182,10 +178,10 @@ def _data(contents: RunContents) -> list[tuple[str, object]]:
     if data is None:
         return []
     counts = {
-        str(data.get("unit", DOCUMENTS)).capitalize(): ("num_documents", "num_validation_documents"),
+        str(data["unit"]).capitalize(): ("num_documents", "num_validation_documents"),
         "Tokens": ("num_tokens", "num_validation_tokens"),
     }
-    mixture = data.get("sources", ())
+    mixture = data["sources"]
     when = " at first" if contents.stages else ""
     rows: list[tuple[str, object]] = [
         (
@@ -198,15 +194,13 @@ def _data(contents: RunContents) -> list[tuple[str, object]]:
     if not mixture:
         rows.append(("Source", contents.setting("data", "source")))
     for what, (trained, held_out) in counts.items():
-        if {trained, held_out} <= data.keys():
-            rows.append((what, f"{data[trained]:,} to train on, {data[held_out]:,} held out"))
+        rows.append((what, f"{data[trained]:,} to train on, {data[held_out]:,} held out"))
     if contents.run_config is not None:
         rows.append(("Batch", batch_line(contents.run_config, data)))
-    if "bad_lines" in data:
-        bad = data["bad_lines"]
-        kinds = ", ".join(f"{number:,} {kind}" for kind, number in bad.items())
-        rows.append(("Lines left out", f"{sum(bad.values()):,}" + (f": {kinds}" if kinds else "")))
-    rows += [("", example) for example in data.get("bad_line_examples", ())]
+    bad = data["bad_lines"]
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in bad.items())
+    rows.append(("Lines left out", f"{sum(bad.values()):,}" + (f": {kinds}" if kinds else "")))
+    rows += [("", example) for example in data["bad_line_examples"]]
     return rows
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from llama_core.chain.batch import batch_line, global_batch
+from llama_core.chain.batch import batch_line
 from llama_core.config.run import RunConfig
 
 
@@ -47,8 +47,6 @@ def test_steps_are_explained_by_the_sequences_that_the_data_fill(unit, training,
 def test_unknown_data_leave_the_sequences_of_a_step():
     assert batch_line(config_of(steps=30), {}) == "8 sequences a step, 2,048 tokens; 30 steps"
     assert batch_line(config_of(epochs=2), {}) == "8 sequences a step, 2,048 tokens"
-    assert global_batch(config_of(), {"num_documents": 3, "num_sequences": 3}) == "8 sequences", "an earlier version"
-    assert batch_line(config_of(steps=30), {"unit": "pairs"}) == "8 sequences a step, 2,048 tokens; 30 steps"
 
 
 def test_a_batch_that_grows_is_told_as_the_first_and_epochs_are_left_out():

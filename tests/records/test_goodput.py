@@ -98,7 +98,7 @@ def test_a_whole_line_that_is_no_record_names_its_file(tmp_path, file, line):
         read_goodput(run)
 
 
-def test_steps_of_a_version_that_did_not_measure_them_are_left_out(tmp_path):
+def test_steps_of_a_file_without_their_times_are_left_out(tmp_path):
     run = RunDirectory(tmp_path / "run")
     run.create()
     append_activities(run, Activity("", 0.5), Activity("", 1.0, "steps"))

@@ -74,7 +74,8 @@ BENCHMARK = BenchmarkRecord(
 )
 FINISHED = Outcome("finished", "all 40 steps were taken", 40, "", "2026-11-21T10:00:00+00:00")
 ATTEMPT = {"submitted_at": "2026-11-21T09:50:00+00:00", "restart": 0, "reason": "", "requeued": False}
-ATTEMPT |= {"job_id": None, "status": "crashed", "first_step": None, "last_step": None, "ended_at": FINISHED.ended_at}
+ATTEMPT |= {"job_id": None, "status": "crashed", "first_step": None, "last_step": None}
+ATTEMPT |= {"started_at": None, "ended_at": FINISHED.ended_at}
 """An attempt without a step."""
 FAILED = Outcome(
     "oom",
@@ -87,6 +88,21 @@ FAILED = Outcome(
         ATTEMPT | {"job_id": "4712", "status": "oom", "first_step": 12, "last_step": 23},
     ),
 )
+
+
+DATA = {
+    "summary": "120 documents; loss on 40 of 90 tokens",
+    "notes": ["3 of them lose their end"],
+    "num_documents": 120,
+    "num_sequences": 32,
+    "unit": "documents",
+    "num_validation_documents": 7,
+    "num_tokens": 65_000,
+    "num_validation_tokens": 3_000,
+    "bad_lines": {"not JSON": 2, "no text": 1},
+    "bad_line_examples": ["texts.jsonl:17: not JSON (Expecting value)"],
+    "sources": [],
+}
 
 
 def step_record(step, **changes):
@@ -146,19 +162,7 @@ def write_run(path, *, outcome=FINISHED, records=None):
     )
     write_json(run.estimate, ESTIMATE)
     write_json(run.dry_run, DRY_RUN)
-    write_json(
-        run.data,
-        {
-            "summary": "120 conversations; loss on 40 of 90 tokens",
-            "notes": ["3 of them lose their end"],
-            "num_documents": 120,
-            "num_validation_documents": 7,
-            "num_tokens": 65_000,
-            "num_validation_tokens": 3_000,
-            "bad_lines": {"not JSON": 2, "no text": 1},
-            "bad_line_examples": ["texts.jsonl:17: not JSON (Expecting value)"],
-        },
-    )
+    write_json(run.data, DATA)
     for rank in range(2):
         log = run.logs / f"rank-{rank:05d}.log"
         log.write_text("=== job 4711\nan earlier attempt\n=== job 4712\n" + f"a line of rank {rank}\n" * 30)

@@ -8,7 +8,18 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
-from synthetic_run import ATTEMPT, BENCHMARK, DRY_RUN, ESTIMATE, FAILED, FINISHED, SUMMARY, step_records, write_run
+from synthetic_run import (
+    ATTEMPT,
+    BENCHMARK,
+    DATA,
+    DRY_RUN,
+    ESTIMATE,
+    FAILED,
+    FINISHED,
+    SUMMARY,
+    step_records,
+    write_run,
+)
 from tiers import nightly
 from toy_objective import MASKED
 
@@ -390,7 +401,7 @@ def test_a_run_that_should_not_be_continued_by_hand_shows_no_command(tmp_path, s
 
 
 def test_the_page_describes_the_data_with_its_notes(run):
-    assert "Data 120 conversations; loss on 40 of 90 tokens. 3 of them lose their end." in report(run).text
+    assert "Data 120 documents; loss on 40 of 90 tokens. 3 of them lose their end." in report(run).text
 
 
 def test_a_run_on_the_callers_dataloader_reports_no_missing_data_statistics(run):
@@ -491,7 +502,7 @@ def written_by(path, text):
     write_json(run.environment, {"errors": [text], "warnings": [text], "facts": {text: text}})
     write_json(run.estimate, ESTIMATE | {"device": text, "notes": [text]})
     write_json(run.benchmark, replace(BENCHMARK, device=text))
-    write_json(run.data, {"summary": text, "notes": [text], "bad_lines": {text: 1}, "bad_line_examples": [text]})
+    write_json(run.data, DATA | {"summary": text, "notes": [text], "bad_lines": {text: 1}, "bad_line_examples": [text]})
     log_path(run, 0).write_text(f"=== job 1\n{text}\n")
     return run
 
@@ -547,7 +558,7 @@ def test_stages_and_other_data_are_lines_in_the_figures_of_losses_and_sentences_
         "training": {"steps": 40, "batch_size": 8, "seq_len": 2048},
     }
     run.config.write_text(RunConfig.from_mapping(config).to_yaml())
-    record_data_change(run, DataChange(176, {"code": 44}, new=("wiki",), step=22))
+    record_data_change(run, DataChange(176, {"code": 44}, new=("wiki",), changed=(), left=(), step=22))
     named_rows = {"code": HeldOutRows.of([6.0] * 3, [3] * 3), "wiki": HeldOutRows.of([1.0], [3])}
     write_json(run.training, replace(SUMMARY, named_eval_rows=named_rows))
     loss, named = panels_of_learning(RunContents.read(run))

@@ -47,6 +47,7 @@ def run(tmp_path):
         "reason": "a reason",
         "first_step": 1,
         "last_step": 6,
+        "started_at": None,
         "ended_at": attempt["submitted_at"],
     }
     outcome = Outcome(FAILED.status, FAILED.reason, 23, FAILED.next_action, FAILED.ended_at, (attempt,))

@@ -143,8 +143,8 @@ class MemoryEstimate:
             record["usable_bytes"],
             tuple(map(MemoryProfile.from_dict, record["ranks"])),
             record["refusal"],
-            HostMemory.from_dict(record["host"]) if record.get("host") else None,
-            record.get("host_bytes_on_fewest_nodes", 0),
+            HostMemory.from_dict(record["host"]) if record["host"] else None,
+            record["host_bytes_on_fewest_nodes"],
         )
 
     def as_dict(self) -> dict[str, Any]:
