@@ -4,8 +4,10 @@ Read it beside ``models/llama.py``, ``models/loss.py`` and ``parallel/vocabulary
 vocabulary.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
+from typing import NamedTuple
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING, HEAD
@@ -68,6 +70,20 @@ class FinalNorm(ModelProgram):
         self.output = self.norm(self.input, is_trained=spec.trains_final_norm)
 
 
+class Factors(NamedTuple):
+    """Tokens and a matrix, whose product is the logits or a part of their sum."""
+
+    tokens: Size
+    width: int
+    """Columns of both."""
+    gradient: Size
+    """That of the matrix; without elements if it is not trained."""
+    cast_bytes: int
+    """The matrix in the dtype of the tokens, if it is kept in another one."""
+    workspace_bytes: int
+    """What is held to add a chunk's part to the gradient of the matrix."""
+
+
 class Head(ModelProgram):
     """The head, and the loss of the next token: in chunks of tokens, with its gradients computed in the forward.
 
@@ -92,35 +108,18 @@ class Head(ModelProgram):
         Args:
             pairs: the factors of each product.
         """
-        spec = self.spec
-        vocab_size = spec.vocab_size // self.setting.tp
-        tokens = self.tokens
-        limit = loss_chunk_tokens(vocab_size, spec.hidden_size, self.itemsize)
-        num_chunks = -(-tokens // limit)
-        chunk = -(-tokens // num_chunks)
-        logits = chunk * vocab_size * self.itemsize
-        held = logits + tokens * FP32_BYTES  # logits of one chunk, then their gradients; losses
-        moved = 3 * tokens * vocab_size * self.itemsize  # read for the row's sum, read again, replaced by the gradient
+        num_chunks, held, moved = self.logits()
+        held += self.tokens * FP32_BYTES  # the losses
         moved_back = 0
-        if not self.setting.on_cuda:  # fp32 rows for the softmax; targets, and which of them are ignored
-            held += -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES + tokens * (INT64_BYTES + 1)
         gradients = []
         products = []
-        for left, right in pairs:
-            is_trained = right in self.trained
-            size = self.sizes[left]
-            width = size.elements // tokens
-            of_matrix = Size(self.sizes[right].elements if is_trained else 0, FP32_BYTES)
-            products.append(Product(tokens, width, vocab_size, 3 if is_trained else 2))
-            gradients += [size, of_matrix]
-            moved_back += 2 * size.num_bytes + 2 * of_matrix.num_bytes
-            if self.sizes[right].itemsize != self.itemsize:
-                held += self.sizes[right].elements * self.itemsize
-            if is_trained:  # every chunk adds to the matrix's gradient
-                moved += 2 * num_chunks * of_matrix.num_bytes
-            if is_trained and not self.setting.on_cuda:
-                # tokens with the ignored ones zeroed, and rows of the matrix's gradient
-                held += size.num_bytes + -(-vocab_size // LOSS_NUM_BLOCKS) * width * self.itemsize
+        for factors in self.factors(pairs):
+            num_products = 3 if factors.gradient.elements else 2
+            products.append(Product(self.tokens, factors.width, self.vocab_size, num_products))
+            gradients += [factors.tokens, factors.gradient]
+            held += factors.cast_bytes + factors.workspace_bytes
+            moved += 2 * num_chunks * factors.gradient.num_bytes  # every chunk adds to it
+            moved_back += 2 * factors.tokens.num_bytes + 2 * factors.gradient.num_bytes
         *_, loss = self.add_operation(
             "linear_loss",
             [factor for pair in pairs for factor in pair],
@@ -131,6 +130,45 @@ class Head(ModelProgram):
             traffic=BothWays(moved, moved_back),
         )
         return loss
+
+    @property
+    def vocab_size(self) -> int:
+        """The rank's part of the vocabulary."""
+        return self.spec.vocab_size // self.setting.tp
+
+    def logits(self) -> tuple[int, int, int]:
+        """Return how many chunks of tokens have their logits one after another, what one holds, and what all move.
+
+        Both are bytes: of the logits, of their gradients in the same place, and of what makes losses of them.
+        """
+        vocab_size = self.vocab_size
+        limit = loss_chunk_tokens(vocab_size, self.spec.hidden_size, self.itemsize)
+        num_chunks = -(-self.tokens // limit)
+        chunk = -(-self.tokens // num_chunks)
+        held = chunk * vocab_size * self.itemsize
+        if not self.setting.on_cuda:  # fp32 rows for the softmax; targets, and which of them are ignored
+            held += -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES + self.tokens * (INT64_BYTES + 1)
+        moved = 3 * self.tokens * vocab_size * self.itemsize  # read for the row's sum, read again, replaced
+        return num_chunks, held, moved
+
+    def factors(self, pairs: list[tuple[int, int]]) -> Iterator[Factors]:
+        """Yield the factors of each product whose sum is the logits."""
+        for left, right in pairs:
+            is_trained = right in self.trained
+            tokens = self.sizes[left]
+            matrix = self.sizes[right]
+            width = tokens.elements // self.tokens
+            workspace = 0
+            if is_trained and not self.setting.on_cuda:
+                # tokens with the ignored ones zeroed, and rows of the matrix's gradient
+                workspace = tokens.num_bytes + -(-self.vocab_size // LOSS_NUM_BLOCKS) * width * self.itemsize
+            yield Factors(
+                tokens=tokens,
+                width=width,
+                gradient=Size(matrix.elements if is_trained else 0, FP32_BYTES),
+                cast_bytes=matrix.elements * self.itemsize if matrix.itemsize != self.itemsize else 0,
+                workspace_bytes=workspace,
+            )
 
 
 @lru_cache(maxsize=512)

@@ -4,7 +4,6 @@ Read it beside ``models/preferences.py`` and ``linear_cross_entropies`` in ``mod
 """
 
 from llama_core.planning.program import ends
-from llama_core.planning.program.ends import LOSS_NUM_BLOCKS, loss_chunk_tokens
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Product, Size
 
 VALUES_PER_TOKEN = 4
@@ -20,36 +19,18 @@ class Head(ends.Head):
         Args:
             pairs: the factors of each product.
         """
-        vocab_size = self.spec.vocab_size // self.setting.tp
         tokens = self.tokens
-        limit = loss_chunk_tokens(vocab_size, self.spec.hidden_size, self.itemsize)
-        num_chunks = -(-tokens // limit)
-        chunk = -(-tokens // num_chunks)
-        held = chunk * vocab_size * self.itemsize
-        if not self.setting.on_cuda:  # fp32 rows for the softmax; targets, and which of them are ignored
-            held += -(-chunk // LOSS_NUM_BLOCKS) * vocab_size * FP32_BYTES + tokens * (INT64_BYTES + 1)
-        moved = 3 * tokens * vocab_size * self.itemsize  # read for the row's sum, read again, replaced by the gradient
+        num_chunks, held, moved = self.logits()
         held_back = held + 2 * tokens * FP32_BYTES  # losses again, and what each token's gradient is multiplied with
-        moved_back = moved + 2 * tokens * vocab_size * self.itemsize
+        moved_back = moved + 2 * tokens * self.vocab_size * self.itemsize
         products = []
-        for left, right in pairs:
-            is_trained = right in self.trained
-            size = self.sizes[left]
-            width = size.elements // tokens
-            products.append(Product(tokens, width, vocab_size))
-            if self.sizes[right].itemsize != self.itemsize:
-                cast = self.sizes[right].elements * self.itemsize
-                held += cast
-                held_back += cast
-            if not is_trained:
-                continue
-            of_matrix = self.sizes[right].elements * FP32_BYTES
-            moved_back += 2 * num_chunks * of_matrix
+        for factors in self.factors(pairs):
+            products.append(Product(tokens, factors.width, self.vocab_size))
+            held += factors.cast_bytes
+            held_back += factors.cast_bytes + factors.workspace_bytes
+            moved_back += 2 * num_chunks * factors.gradient.num_bytes  # every chunk adds to it
             if self.weight_itemsize != FP32_BYTES:  # accumulated in fp32, then cast
-                held_back += of_matrix
-            if not self.setting.on_cuda:
-                # tokens with the ignored ones zeroed, and rows of the matrix's gradient
-                held_back += size.num_bytes + -(-vocab_size // LOSS_NUM_BLOCKS) * width * self.itemsize
+                held_back += factors.gradient.num_bytes
         if len(pairs) > 1:
             kind = "adapted_linear_losses"
         else:
