@@ -1,16 +1,16 @@
 """Parts by name: the built-in ones, and those that installed packages bring.
 
 A package brings a part by an entry point of the group ``llama_training_infra.<parts>``, such as ``lion =
-"my_package.rows:LION"`` in ``llama_training_infra.optimizers``. It is imported when the name is asked for. A
-configuration only ever gives a name, so it can choose among the packages that the user has installed, but names no
-module and no file.
+"my_package.rows:LION"`` in ``llama_training_infra.optimizers``. It is imported when the name is asked for, and when all
+are, as for the kind of adapters in a folder of PEFT's. A configuration only ever gives a name, so it can choose among
+the packages that the user has installed, but names no module and no file.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, not_one_of
 from llama_core.redaction import one_line
 
 if TYPE_CHECKING:
@@ -37,12 +37,14 @@ class Registry(dict[str, Row]):
     Args:
         parts: what they are, such as ``optimizers``: the end of the group of their entry points.
         kind: the type of a row.
+        setting: the key of a configuration that asks for one.
         *built_in: the built-in rows.
     """
 
-    def __init__(self, parts: str, kind: type[Row], *built_in: Row) -> None:
+    def __init__(self, parts: str, kind: type[Row], setting: str, *built_in: Row) -> None:
         super().__init__({row.name: row for row in built_in})
         self.parts = parts
+        self.setting = setting
         self._kind = kind
         self._built_in = tuple(self)
 
@@ -55,6 +57,17 @@ class Registry(dict[str, Row]):
         if name not in self and name in self._installed:
             self[name] = self._load(self._installed[name])
         return self.get(name)
+
+    def named(self, name: str) -> Row:
+        """Return the row called ``name``.
+
+        Raises:
+            ConfigError: if there is none; the message names the nearest ones.
+        """
+        row = self.find(name)
+        if row is None:
+            raise ConfigError(f"{self.setting}={name}{not_one_of(name, self.names())}")
+        return row
 
     def built_in(self) -> tuple[Row, ...]:
         """Return the built-in rows, whatever was asked for of packages."""

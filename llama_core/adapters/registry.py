@@ -6,24 +6,11 @@ from typing import Any
 from llama_core.adapters.dora import DORA
 from llama_core.adapters.lora import LORA
 from llama_core.adapters.traits import AdapterType
-from llama_core.errors import ConfigError, not_one_of
 from llama_core.registry import Registry
 
-ADAPTERS = Registry("adapters", AdapterType, LORA, DORA)
+ADAPTERS = Registry("adapters", AdapterType, "lora.method", LORA, DORA)
 
 DEFAULT_ADAPTER = LORA.name
-
-
-def adapter_type(name: str) -> AdapterType:
-    """Return the kind of adapter called ``name``, with its traits.
-
-    Raises:
-        ConfigError: if there is no such kind; the message names the nearest ones.
-    """
-    adapter = ADAPTERS.find(name)
-    if adapter is None:
-        raise ConfigError(f"lora.method={name}{not_one_of(name, ADAPTERS.names())}")
-    return adapter
 
 
 def adapter_of_json(described: Mapping[str, Any]) -> AdapterType | None:
@@ -34,7 +21,7 @@ def adapter_of_json(described: Mapping[str, Any]) -> AdapterType | None:
 
     fitting = [
         adapter
-        for adapter in map(adapter_type, ADAPTERS.names())
+        for adapter in map(ADAPTERS.named, ADAPTERS.names())
         if all(described.get(key) == value for key, value in adapter.json.marks.items())
     ]
     return max(fitting, key=marks, default=None)

@@ -126,15 +126,15 @@ def say_batch(run: RunDirectory) -> None:
 def say_packages(run: RunDirectory) -> None:
     """Print which parts of the run are of installed packages."""
     config = load_config(run)
-    chosen: dict[str, tuple[Registry[Any], str]] = {
-        "training.optimizer": (OPTIMIZERS, config.training.optimizer),
-        "training.objective": (OBJECTIVES, config.training.objective),
-        "lora.method": (ADAPTERS, config.lora.method),
-        "parallel.schedule": (SCHEDULES, config.parallel.schedule),
-    }
-    for setting, (registry, name) in chosen.items():
+    chosen: tuple[tuple[Registry[Any], str], ...] = (
+        (OPTIMIZERS, config.training.optimizer),
+        (OBJECTIVES, config.training.objective),
+        (ADAPTERS, config.lora.method),
+        (SCHEDULES, config.parallel.schedule),
+    )
+    for registry, name in chosen:
         if package := registry.package_of(name):
-            say("package", f"{setting}={name} is of {package}")
+            say("package", f"{registry.setting}={name} is of {package}")
 
 
 def say_weights(run: RunDirectory) -> None:

@@ -26,8 +26,8 @@ from llama_core.config.settings import (
 from llama_core.config.stages import Stage, later_stages
 from llama_core.config.strategy import PARTS, LoRA
 from llama_core.errors import Problem, not_one_of
-from llama_core.objectives.registry import objective_keys, objective_type
-from llama_core.optimizers.registry import optimizer_keys, optimizer_type
+from llama_core.objectives.registry import OBJECTIVES, objective_keys
+from llama_core.optimizers.registry import OPTIMIZERS, optimizer_keys
 from llama_core.units import divisors
 
 _NAMED = ("model", "training.init_from")
@@ -441,8 +441,8 @@ def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[
         training: the settings.
         tuned: those of them with a default of fine-tuning, which nobody has asked for.
     """
-    of_optimizer = optimizer_type(training.optimizer).keys
-    of_objective = objective_type(training.objective).keys
+    of_optimizer = OPTIMIZERS.named(training.optimizer).keys
+    of_objective = OBJECTIVES.named(training.objective).keys
     for setting, taken, keys in (
         ("optimizer", of_optimizer, optimizer_keys()),
         ("objective", of_objective, objective_keys()),
@@ -462,7 +462,7 @@ def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[
 
 def unfit_for_pairs(data: DataConfig, training: TrainingConfig) -> Iterator[Problem]:
     """Yield which settings of the data do not go with an objective that reads answers."""
-    if objective_type(training.objective).reads == "documents":
+    if OBJECTIVES.named(training.objective).reads == "documents":
         return
     both = f"training.objective={training.objective}"
     if not data.document_mask:
@@ -492,7 +492,7 @@ def wrong_parametrization(training: TrainingConfig, spec: ModelSpec | None) -> I
     if lacking:
         text = f" needs {' and '.join(lacking)}: the sizes of the model that the learning rate was found with"
         yield _wrong(key, value, text, *sizes)
-    if not optimizer_type(training.optimizer).scales:
+    if not OPTIMIZERS.named(training.optimizer).scales:
         text = f" is not known for training.optimizer={training.optimizer}; use adamw"
         yield _wrong(key, value, text, "training.optimizer")
     if spec is not None and (spec.moe or spec.lora):
@@ -504,7 +504,7 @@ def without_deepspeed(training: TrainingConfig, parallel: ParallelConfig) -> Ite
     """Yield a problem if DeepSpeed cannot run the optimizer."""
     if parallel.zero_backend != "deepspeed":
         return
-    kind = optimizer_type(training.optimizer)
+    kind = OPTIMIZERS.named(training.optimizer)
     if not kind.runs_in_deepspeed:
         text = f" cannot run training.optimizer={training.optimizer}; use native"
         yield _wrong("parallel.zero_backend", parallel.zero_backend, text, "training.optimizer")

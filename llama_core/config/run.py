@@ -76,9 +76,9 @@ from llama_core.config.strict_yaml import write_yaml
 from llama_core.config.validation import plain, validate
 from llama_core.errors import ConfigError, Problem, blaming
 from llama_core.hub import repository_in_cache
-from llama_core.objectives.registry import objective_type
+from llama_core.objectives.registry import OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
-from llama_core.optimizers.registry import optimizer_type
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.records.files import by_dotted_key
 from llama_core.records.retention import Retention
@@ -389,12 +389,12 @@ class RunConfig(Section):
     @property
     def optimizer(self) -> OptimizerType:
         """The optimizer, with its traits."""
-        return optimizer_type(self.training.optimizer).with_moments(self.training.moments)
+        return OPTIMIZERS.named(self.training.optimizer).with_moments(self.training.moments)
 
     @property
     def objective(self) -> ObjectiveType:
         """What the model is trained for, with its traits."""
-        return objective_type(self.training.objective)
+        return OBJECTIVES.named(self.training.objective)
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -167,7 +167,7 @@ class KnownName:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Return all names, for a form; packages are only looked through for that."""
+        """Return all names, for a form, those of installed packages among them."""
         return {"type": "string", "enum": list(self._names)}
 
     @property

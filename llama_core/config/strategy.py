@@ -14,12 +14,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER, adapter_type
+from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.adapters.traits import AdapterType
 from llama_core.config import nf4
 from llama_core.config.section import KnownName, Section
 from llama_core.errors import ConfigError, Problem, did_you_mean
-from llama_core.objectives.registry import OBJECTIVES, objective_names
+from llama_core.objectives.registry import OBJECTIVES
 from llama_core.weights import INPUTS, OUTPUTS, Weight
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -51,7 +51,7 @@ def not_a_strategy(name: object) -> str:
     if not isinstance(name, str) or name.lower() not in _OF_PREFERENCES:
         return ""
     which = f"a strategy says which weights are trained ({', '.join(PARTS)})"
-    if name.lower() in objective_names():
+    if name.lower() in OBJECTIVES.names():
         return f"{which}; what they are trained for is training.objective={name.lower()} (--objective)"
     return f"{which}; {name.lower()} is another thing, and not there yet"
 
@@ -131,7 +131,7 @@ class LoRA(_Strategy):
     @property
     def kind(self) -> AdapterType:
         """The method, with its traits."""
-        return adapter_type(self.method)
+        return ADAPTERS.named(self.method)
 
     @property
     def in_layers(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from llama_core.config.settings import TrainingConfig
 from llama_core.models.batch import Batch
 from llama_core.models.head import HeadInputs
-from llama_core.objectives.registry import objective_type
+from llama_core.objectives.registry import OBJECTIVES
 
 
 class Objective(Protocol):
@@ -49,5 +49,5 @@ class PreparingObjective(Objective, Protocol):
 
 def build_objective(training: TrainingConfig) -> Objective:
     """Return the objective that ``training`` names."""
-    objective: Objective = import_module(objective_type(training.objective).built_in).build(training)
+    objective: Objective = import_module(OBJECTIVES.named(training.objective).built_in).build(training)
     return objective

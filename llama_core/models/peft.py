@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from llama_core.adapters.registry import DEFAULT_ADAPTER, adapter_of_json, adapter_type
+from llama_core.adapters.lora import LORA
+from llama_core.adapters.registry import adapter_of_json
 from llama_core.adapters.traits import AdapterJson, AdapterType
 from llama_core.config.models import ModelSpec, adapter_weight, hugging_face_name
 from llama_core.config.strategy import TARGETS, LoRA, adaptable
@@ -179,9 +180,9 @@ def _in_words(value: float) -> str:
 
 
 def _read_config(folder: Path) -> tuple[AdapterType, AdapterJson]:
-    """Return what a folder says of its adapters, and their kind; that of other kinds is refused as the default's."""
+    """Return what a folder says of its adapters, and their kind; that of other kinds is refused as LoRA's."""
     file = folder / ADAPTER_CONFIG
-    kind = adapter_type(DEFAULT_ADAPTER)
+    kind = LORA
     try:
         text = read_file(file)
         kind = _kind_of(text) or kind

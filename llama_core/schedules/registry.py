@@ -17,6 +17,7 @@ from llama_core.schedules.zero_bubble import ZB_H1, ZBV
 SCHEDULES = Registry(
     "schedules",
     ScheduleType,
+    "parallel.schedule",
     *(GPIPE, ONE_F_ONE_B, INTERLEAVED, CHIMERA, CHIMERA_DOUBLING, CHIMERA_HALVING, ZB_H1, ZBV),
 )
 

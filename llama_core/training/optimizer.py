@@ -14,7 +14,7 @@ from llama_core.config.models import is_decayed
 from llama_core.config.parametrization import Factors, factors_of
 from llama_core.config.settings import TrainingConfig
 from llama_core.models.llama import Llama
-from llama_core.optimizers.registry import optimizer_type
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.optimizers.traits import NAMES, RATE, UPDATED_BY
 
 
@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
         TypeError: if its step does not heed ``grad_scale`` and ``found_inf``, by which the engine clips and skips
             without waiting for the device. torch's fused optimizers do.
     """
-    build = import_module(optimizer_type(training.optimizer).built_in).build
+    build = import_module(OPTIMIZERS.named(training.optimizer).built_in).build
     optimizer: Optimizer = build(parameter_groups(model, training), training)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise TypeError(f"the step of {training.optimizer} has to heed grad_scale and found_inf, as fused ones do")
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
     The groups do not depend on the settings' values, which a resumed run may change: DeepSpeed restores its states by
     group.
     """
-    kind = optimizer_type(training.optimizer)
+    kind = OPTIMIZERS.named(training.optimizer)
     is_narrow = kind.with_moments(training.moments) is kind.narrow
     has_decay = "weight_decay" in kind.keys
     scaled = model.spec if isinstance(model, Llama) and model.spec.base else None

@@ -8,7 +8,7 @@ from parity import UNTIED, draw_adapters
 from safetensors.torch import save_file
 from toy_adapter import FACTORS
 
-from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER, adapter_type
+from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.config.models import adapter_weight, is_decayed, matrix_name
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.strategy import EMBEDDING, HEAD, MATRICES, LoRA, adaptable
@@ -121,4 +121,4 @@ def test_lora_is_the_default():
 def test_an_unknown_kind_is_refused_with_the_names_of_the_known_ones():
     known = ", ".join(ADAPTERS.names())
     with pytest.raises(ConfigError, match=rf"lora\.method=lorra is not one of {known}; did you mean 'lora'"):
-        adapter_type("lorra")
+        ADAPTERS.named("lorra")

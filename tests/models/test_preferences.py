@@ -15,7 +15,7 @@ from llama_core.models.head import HeadInputs
 from llama_core.models.llama import build_llama
 from llama_core.models.objective import build_objective
 from llama_core.objectives.preferences import has_reference
-from llama_core.objectives.registry import objective_type
+from llama_core.objectives.registry import OBJECTIVES
 
 BETA = 0.3
 
@@ -131,7 +131,7 @@ def test_a_step_has_a_divergence_from_the_reference_if_its_objective_reads_one(n
     batch, hidden, weight = problem()
     objective.loss(HeadInputs(hidden, weight), batch)
     fields = objective.of_step(objective.take_measured().tolist())
-    assert ("kl" in fields) == has_reference(objective_type(name.split()[0]))
+    assert ("kl" in fields) == has_reference(OBJECTIVES.named(name.split()[0]))
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -9,7 +9,7 @@ from llama_core.errors import ConfigError
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.models.head import HeadInputs
 from llama_core.models.objective import build_objective
-from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES, objective_names, objective_type
+from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.work import Work
 
@@ -82,9 +82,9 @@ def test_the_default_is_the_next_token():
 
 
 def test_an_unknown_objective_is_refused_with_the_names_of_the_known_ones():
-    known = ", ".join(objective_names())
+    known = ", ".join(OBJECTIVES.names())
     near = "did you mean 'next_token'"
     with pytest.raises(ConfigError, match=rf"training\.objective=nxt_token is not one of {known}; {near}"):
-        objective_type("nxt_token")
+        OBJECTIVES.named("nxt_token")
     with pytest.raises(ConfigError, match=rf"training\.objective='nxt_token': choose one of {known}; {near}"):
         RunConfig.from_mapping({"training": {"objective": "nxt_token"}})

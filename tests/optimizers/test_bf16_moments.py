@@ -8,7 +8,7 @@ from tiers import cases, nightly
 from torch import nn
 
 from llama_core.config.run import RunConfig, TrainingConfig
-from llama_core.optimizers.registry import optimizer_type
+from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.optimizers.traits import Trained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training import bf16_moments
@@ -100,7 +100,7 @@ def test_the_states_are_those_of_the_row(optimizer, model):
     training = narrow(optimizer)
     built = build_optimizer(model, training)
     step(built, 1.0)
-    kind = optimizer_type(optimizer).with_moments("bf16")
+    kind = OPTIMIZERS.named(optimizer).with_moments("bf16")
     for name, parameter in model.named_parameters():
         sizes = {state: tensor.nbytes / parameter.numel() for state, tensor in built.state[parameter].items()}
         sizes.pop("step", None)
@@ -153,7 +153,7 @@ def test_experts_beside_adapters_round_as_on_one_process(plan):
 
 def test_a_run_holds_four_bytes_less_per_parameter_of_adamw():
     for optimizer, trained in (("adamw", Trained(1, 1)), ("muon", Trained(0, 1))):
-        wide = optimizer_type(optimizer)
+        wide = OPTIMIZERS.named(optimizer)
         assert wide.states_of(trained) - wide.with_moments("bf16").states_of(trained) == 4 * sum(trained)
     config = RunConfig.from_mapping({"model": "llama3_8b"}, ["training.moments=bf16"])
     assert config.checkpoint_bytes == 8 * config.spec.num_parameters

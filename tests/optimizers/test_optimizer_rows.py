@@ -13,7 +13,6 @@ from llama_core.optimizers.registry import (
     DEFAULT_OPTIMIZER,
     OPTIMIZERS,
     optimizer_keys,
-    optimizer_type,
 )
 from llama_core.optimizers.traits import WEIGHT_BYTES, OptimizerType, State, Trained
 from llama_core.training.optimizer import build_optimizer
@@ -73,13 +72,13 @@ def test_the_settings_of_an_optimizer_are_keys_of_training(kind):
 
 def test_adamw_is_the_default_and_has_sixteen_bytes_with_its_gradient():
     assert DEFAULT_OPTIMIZER == TrainingConfig().optimizer == "adamw"
-    assert optimizer_type("adamw").saved_for(Trained(1, 0)) + WEIGHT_BYTES == 16
+    assert OPTIMIZERS.named("adamw").saved_for(Trained(1, 0)) + WEIGHT_BYTES == 16
 
 
 def test_an_unknown_optimizer_is_refused_with_the_names_of_the_known_ones():
     known = ", ".join(OPTIMIZERS.names())
     with pytest.raises(ConfigError, match=rf"training\.optimizer=adamx is not one of {known}; did you mean 'adamw'"):
-        optimizer_type("adamx")
+        OPTIMIZERS.named("adamx")
 
 
 def test_the_first_pattern_that_fits_a_name_gives_its_rate_and_the_others_have_that_of_the_run():
