@@ -27,6 +27,7 @@ from llama_core.data.tokenizer import (
     Tokenizer,
     difference,
     load_tokenizer,
+    model_tokenizer,
     tokenizer_file,
 )
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
@@ -36,7 +37,7 @@ from llama_core.imports import importing_torch
 from llama_core.models.bases import refuse_other_base_of, refuse_unfit_base
 from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
-from llama_core.models.pretrained import check_pretrained, origin_of, refuse_own_head, saved_run
+from llama_core.models.pretrained import Origin, check_pretrained, origin_of, refuse_own_head, saved_run
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import open_file, own_file, read_file, user_path
 
@@ -171,18 +172,14 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
     if merged or not _is_for_peft(spec):
         config_json(spec)
     if spec.lora is not None:
+        origin = origin_of(checkpoint)
         if merged or not _is_for_peft(spec) or spec.lora.take_principal_part:
             check_pretrained(spec, checkpoint)
             refuse_unfit_base(checkpoint)
-            refuse_own_head(spec, checkpoint)
-        elif _has_base_here(checkpoint):  # adapters alone can be taken from where their base is not
-            refuse_other_base_of(checkpoint)
+            refuse_own_head(spec, origin)
+        elif origin.base is not None and origin.base.exists():  # adapters alone can be taken from where it is not
+            refuse_other_base_of(origin)
     refuse_files_in(out)
-
-
-def _has_base_here(checkpoint: Path) -> bool:
-    base = origin_of(checkpoint).base
-    return base is not None and base.exists()
 
 
 def _refuse_other_models(config: RunConfig, checkpoints: Sequence[Path]) -> None:
@@ -220,7 +217,7 @@ def _write_model(
         from llama_core.training.weights import write_hugging_face
 
     if config.spec.lora is not None:
-        tell(f"adapters added to {_base(checkpoint, config)}")
+        tell(f"adapters added to {_base(origin_of(checkpoint), config)}")
     ends = generation.get("eos_token_id")
     _write_json(
         folder / "config.json", config_json(config.spec, dtype, bos_id=generation.get("bos_token_id"), eos_id=ends)
@@ -242,16 +239,15 @@ def _write_adapters(
     with importing_torch():
         from llama_core.training.weights import write_adapters
 
-    base = origin_of(checkpoint).base
-    tell(f"adapters over {_base(checkpoint, config)}")
-    _write_json(folder / ADAPTER_CONFIG, adapter_json(config.lora, str(base or config.model)))
+    origin = origin_of(checkpoint)
+    tell(f"adapters over {_base(origin, config)}")
+    _write_json(folder / ADAPTER_CONFIG, adapter_json(config.lora, str(origin.base or config.model)))
     write_adapters(checkpoint, config.spec, folder, dtype=dtype, others=others)
     tell(f"wrote {ADAPTERS}")
 
 
-def _base(checkpoint: Path, config: RunConfig) -> str:
+def _base(origin: Origin, config: RunConfig) -> str:
     """Return a name for the base weights of a checkpoint's adapters."""
-    origin = origin_of(checkpoint)
     if origin.drawn_by is not None:
         return f"{config.model} as seed {origin.drawn_by.training.seed} draws it, which is in no file"
     return str(origin.base)
@@ -264,9 +260,7 @@ def _own_tokenizer(run: RunDirectory, config: RunConfig, tell: Callable[[str], N
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return None
     try:
-        tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            tokenizer.fit(config.spec.vocab_size)
+        tokenizer = model_tokenizer(data, config.spec)
         refuse_other_digest(run, "tokenizer", tokenizer.name, tokenizer.fingerprint)
         return tokenizer
     except DataError as error:

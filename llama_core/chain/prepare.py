@@ -228,10 +228,11 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
     source = Path(resolve_pretrained(init_from))
     generation_config(source)  # the run keeps it
     notes = check_pretrained(config.spec, source)
-    refuse_own_head(config.spec, source)
-    refuse_other_base_of(source)
+    origin = origin_of(source)
+    refuse_own_head(config.spec, origin)
+    refuse_other_base_of(origin)
     if run is not None and newest_step(run):
-        refuse_other_base(run, origin_of(source))
+        refuse_other_base(run, origin)
     return notes
 
 

@@ -118,11 +118,10 @@ def refuse_unfit_base(source: Path) -> None:
     for checkpoint in checkpoints_behind(source):
         if checkpoint != source:
             refuse_damaged(checkpoint)
-    refuse_other_base_of(source)
+    refuse_other_base_of(origin_of(source))
 
 
-def refuse_other_base_of(source: Path) -> None:
-    """Do the second part: refuse another base than that of the run whose checkpoint of adapters ``source`` is."""
-    origin = origin_of(source)
+def refuse_other_base_of(origin: Origin) -> None:
+    """Do the second part: refuse another base than that of the run whose checkpoint of adapters the weights are."""
     if origin.adapters is not None and is_checkpoint(origin.adapters):
         refuse_other_base(run_of(origin.adapters), origin)

@@ -239,17 +239,17 @@ def has_own_head(folder: Path) -> bool:
     return not holds_same_numbers(tensors[HEAD], tensors[_EMBEDDING])
 
 
-def refuse_own_head(spec: ModelSpec, source: Path) -> None:
+def refuse_own_head(spec: ModelSpec, origin: Origin) -> None:
     """Refuse a base that ``has_own_head`` for a model whose head is its embedding.
 
     Args:
         spec: the model.
-        source: weights that ``check_pretrained`` has accepted for it.
+        origin: where the weights are that ``check_pretrained`` has accepted for it.
 
     Raises:
         WeightsError: naming the setting that keeps the head.
     """
-    base = origin_of(source).base
+    base = origin.base
     if spec.tied_embeddings and base is not None and not is_checkpoint(base) and has_own_head(base):
         raise WeightsError(
             f"{base}/config.json says tie_word_embeddings=true, but {HEAD} holds other numbers than "

@@ -19,6 +19,7 @@ from llama_core.models.pretrained import (
     check_pretrained,
     has_own_head,
     hugging_face_weights,
+    origin_of,
     refuse_own_head,
     resolve_pretrained,
     where_stored,
@@ -63,7 +64,7 @@ def sharded(written_by_transformers, tmp_path):
 def refusal(folder, spec=SPEC):
     with pytest.raises(WeightsError) as refused:
         check_pretrained(spec, folder)
-        refuse_own_head(spec, folder)
+        refuse_own_head(spec, origin_of(folder))
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
