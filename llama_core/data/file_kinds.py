@@ -54,6 +54,11 @@ class FileKind:
     about: Callable[[Path], Path] | None = None
     """Returns where else is something about a file, which is not read."""
 
+    @property
+    def holds_records(self) -> bool:
+        """Whether a file has records: one of texts or ids may have any contents."""
+        return not self.is_document and not self.is_mapped
+
 
 def _json_lines(file: SourceFile, names: FieldNames, content: Digest | None) -> Iterator[RawRecord]:
     with opened(file, content) as stream:

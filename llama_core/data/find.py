@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
 
-from llama_core.data.file_kinds import beside, index_of, kind_of, known_kinds
+from llama_core.data.file_kinds import FileKind, beside, index_of, kind_of, known_kinds
 from llama_core.data.remote import RemotePath, path_of
 from llama_core.data.source_file import Place, SourceFile, accessing
 from llama_core.data.splits import OF_DATASETS, is_held_out, not_of_data_sets
@@ -53,7 +53,8 @@ class FoundFiles:
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence on files that are one document each, on files left out, and on those found repeatedly."""
-        documents = [file.path.name for file in self.files if _is_document(file.path)]
+        kinds = [(file.path, kind_of(file.path)) for file in self.files]
+        documents = [path.name for path, kind in kinds if kind is not None and kind.is_document]
         if documents:
             yield f"{counted(len(documents), 'file')} of plain text: a file is a document"
         if self.left_out:
@@ -94,7 +95,7 @@ def find_files(*paths: str, held_out: bool = False) -> FoundFiles:
 
 def is_data_file(file: Path) -> bool:
     """Return whether a file that is found in a folder is one of its data, by its name."""
-    return not file.name.startswith(".") and not _why_not_by_name(file)
+    return not file.name.startswith(".") and not _why_not_by_name(file, kind_of(file))
 
 
 def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Path], list[LeftOut]]:
@@ -104,11 +105,12 @@ def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Pat
         found = sorted(_walk(path))
         where = f"folder {str(path)!r} holds"
     elif path.exists():
-        if kind_of(path) is None:
+        kind = kind_of(path)
+        if kind is None:
             raise DataError(f"data source {str(path)!r} is of an unknown kind; use a {known_kinds()}")
-        if why := _only_local(path):
+        if why := _only_local(path, kind):
             raise DataError(f"data source {str(path)!r} is {why}; copy it to this machine")
-        if _lacks_index(path) and not _may_lack_index(path):
+        if _lacks_index(path, kind) and not kind.may_lack_index:
             raise DataError(f"data source {str(path)!r} is {_WITHOUT_INDEX}: {index_of(path)} does not exist")
         return {}, [path], []
     elif has_magic(str(path)):
@@ -156,43 +158,39 @@ def _why_not(file: Path, folder: Path, own: Path, places: dict[Path, Place]) -> 
 
     ``own`` is the folder without links.
     """
-    why = _why_not_by_name(file) or _only_local(file)
-    if not why and _lacks_index(file) and not (_may_lack_index(file) and file.is_file() and has_llmc_header(file)):
+    kind = kind_of(file)
+    if kind is None:
+        return "of an unknown kind"
+    why = _why_not_by_name(file, kind) or _only_local(file, kind)
+    if not why and _lacks_index(file, kind) and not (kind.may_lack_index and file.is_file() and has_llmc_header(file)):
         why = _WITHOUT_INDEX  # others also write .bin, such as weights of a model
     if why or isinstance(file, RemotePath):
         return why
-    index = index_of(file)
+    index = None if kind.index is None else kind.index(file)
     for part in [file] if index is None or not index.exists() else [file, index]:
-        place = _place(part, folder, own, is_of_records=_holds_records(file))
+        place = _place(part, folder, own, is_of_records=kind.holds_records)
         if place is None:
             return "behind a link out of the folder"
         places[part] = place
     return ""
 
 
-def _why_not_by_name(file: Path) -> str:
-    if kind_of(file) is None:
+def _why_not_by_name(file: Path, kind: FileKind | None) -> str:
+    if kind is None:
         return "of an unknown kind"
-    is_about = _is_document(file) and file.name.partition(".")[0].lower() in _ABOUT_THE_DATA
+    is_about = kind.is_document and file.name.partition(".")[0].lower() in _ABOUT_THE_DATA
     return "about the others" if is_about or file.name in OF_DATASETS else ""
 
 
-def _only_local(file: Path) -> str:
+def _only_local(file: Path, kind: FileKind) -> str:
     """Return what a file elsewhere is that cannot be read from there; empty if it can."""
-    kind = kind_of(file)
-    is_mapped = kind is not None and kind.is_mapped and isinstance(file, RemotePath)
+    is_mapped = kind.is_mapped and isinstance(file, RemotePath)
     return "of tokens that are read from local disks only" if is_mapped else ""
 
 
-def _lacks_index(file: Path) -> bool:
+def _lacks_index(file: Path, kind: FileKind) -> bool:
     """Return whether the files of a kind have an index, and this one has none."""
-    index = index_of(file)
-    return index is not None and not index.exists()
-
-
-def _may_lack_index(file: Path) -> bool:
-    kind = kind_of(file)
-    return kind is not None and kind.may_lack_index
+    return kind.index is not None and not kind.index(file).exists()
 
 
 def _place(file: Path, folder: Path, own: Path, *, is_of_records: bool) -> Place | None:
@@ -218,17 +216,6 @@ def _in_cache(target: Path) -> Path | None:
     """Return the folder of a data set in Hugging Face's cache that a file is in; None if it is in none."""
     folders = (one for one in target.parents if one.name in _IN_CACHE and one.parent.name.startswith("datasets--"))
     return next(folders, None)
-
-
-def _holds_records(file: Path) -> bool:
-    """Return whether a file of a kind has records: one of texts or ids may have any contents."""
-    kind = kind_of(file)
-    return kind is not None and not kind.is_document and not kind.is_mapped
-
-
-def _is_document(file: Path) -> bool:
-    kind = kind_of(file)
-    return kind is not None and kind.is_document
 
 
 def _as_found(path: Path, places: Mapping[Path, Place]) -> SourceFile:

@@ -75,11 +75,12 @@ def check_task_folder(folder: str | Path, *, allow_code: bool) -> Path:
     path = user_path(str(folder))
     if not path.is_dir():
         raise ConfigError(f"--include-path {str(folder)!r} is no folder; name one with the YAML files of tasks")
-    if not _task_files(path):
+    files = _task_files(path)
+    if not files:
         raise ConfigError(f"--include-path {str(folder)!r} holds no YAML file (*.yaml); name a folder of tasks")
     if allow_code:
         reader = _Reader(path, allow_code=True)
-        for file in _task_files(path):
+        for file in files:
             reader.flattened(file)
     else:
         plain_tasks(path)
