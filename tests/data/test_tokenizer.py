@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from trained_tokenizers import with_template
 from transformers import AutoTokenizer
 
 from llama_core.config.models import model_spec
@@ -40,12 +41,9 @@ def train_tokenizer(folder, special_tokens, config=None):
 
 
 def set_template(folder, template):
-    """Let a tokenizer add special tokens around a text."""
-    if template is not None:
-        raw = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        special = [(token, raw.token_to_id(token)) for token in ("<s>", "</s>")]
-        raw.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=special)
-        raw.save(str(folder / "tokenizer.json"))
+    """Let the tokenizer of a folder add special tokens around a text."""
+    file = str(folder / "tokenizer.json")
+    with_template(tokenizers.Tokenizer.from_file(file), template).save(file)
 
 
 @pytest.fixture(scope="module")

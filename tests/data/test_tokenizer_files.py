@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from trained_tokenizers import with_template
 from transformers import AutoTokenizer
 
 from llama_core.data.tokenizer import load_tokenizer
@@ -85,13 +86,6 @@ def byte_json(added=("<|turn|>",), template=None):
     )
     tokenizer.add_special_tokens(["<s>", "</s>", "<unk>", *added])
     return with_template(tokenizer, template).to_str()
-
-
-def with_template(tokenizer, template):
-    if template is not None:
-        special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
-        tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=special)
-    return tokenizer
 
 
 def written(folder, content, **files):

@@ -34,3 +34,11 @@ def trained(tokenizer, folder, config, **options):
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | config)
     )
     return folder
+
+
+def with_template(tokenizer, template):
+    """Let a tokenizer add special tokens around a text, unless the template is None."""
+    if template is not None:
+        special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+        tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=special)
+    return tokenizer

@@ -1,7 +1,6 @@
 """A configured Prefect server that a flow cannot use, against real servers."""
 
 import re
-import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -15,6 +14,7 @@ from flows.server import private_server
 from flows.terminal import train_through_the_flow
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.ports import free_port
 
 pytestmark = pytest.mark.xdist_group("flow")
 
@@ -114,12 +114,6 @@ def test_nothing_is_made_for_a_server_that_cannot_be_used(url, tmp_path):
     assert not run_dir.exists()
 
 
-def closed_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("address", "why"),
     [
@@ -130,7 +124,7 @@ def closed_port():
     ],
 )
 def test_a_server_that_does_not_answer_is_refused_with_the_reason(address, why):
-    line = refusal(address.format(closed_port()))
+    line = refusal(address.format(free_port()))
     assert re.search(rf"does not answer \(.*{re.escape(why)}.*\); start it$", line)
     assert "secret-7" not in line
 
