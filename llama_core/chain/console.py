@@ -157,7 +157,7 @@ class _TenLines:
 class _Evaluations:
     """Finds the newest held-out loss. Whoever watches a run sees its newest step alone, and may miss the evaluated one.
 
-    So it looks into the metrics too, at most at every hundredth of the run: each file of them is read once.
+    So it looks into the metrics too, at most at every hundredth of the run, for the steps since it last did.
     """
 
     def __init__(self, run: RunDirectory) -> None:

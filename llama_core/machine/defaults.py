@@ -28,7 +28,9 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
         EnvironmentMismatchError: if the request cannot run on this machine.
     """
     device, reason = _device(config, machine)
-    overrides: dict[str, tuple[str | int, str]] = {"launch.device": (device, reason)}
+    overrides: dict[str, tuple[str | int, str]] = {}
+    if config.launch.device == "auto":
+        overrides["launch.device"] = (device, reason)
     if config.training.precision == "auto":
         native = device == "cuda" or machine.cpu_native_bf16
         overrides["training.precision"] = ("bf16", f"native on {device}") if native else ("fp32", "no native bf16 here")
@@ -38,19 +40,18 @@ def resolve_machine_defaults(config: RunConfig, machine: Machine) -> ResolvedCon
         overrides["launch.nodes"] = (1, f"this machine has {len(machine.gpus)} GPUs")
     if config.data.num_workers is None:
         overrides["data.num_workers"] = _num_workers(config, machine, device)
-    changed = {key: value for key, value in overrides.items() if value[1]}
     return ResolvedConfig(
-        config.with_overrides(*(Override(key, value) for key, (value, _) in changed.items())),
-        tuple(f"{key}={value} ({reason})" for key, (value, reason) in changed.items()),
+        config.with_overrides(*(Override(key, value) for key, (value, _) in overrides.items())),
+        tuple(f"{key}={value} ({reason})" for key, (value, reason) in overrides.items()),
     )
 
 
 def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
-    """Return the device to use and the reason; the reason is empty if the configuration names the device."""
+    """Return the device to use, and the reason if the configuration leaves it to the machine."""
     device = config.launch.device
     gpus = config.parallel.gpus
     if not config.launch.is_here:
-        return ("cuda", "the default on Slurm") if device == "auto" else (device, "")
+        return "cuda" if device == "auto" else device, "the default on Slurm"
     if config.launch.nodes is not None and config.launch.nodes > 1:
         raise EnvironmentMismatchError(
             f"launch.nodes={config.launch.nodes}: the local launcher uses only this machine; use --launcher slurm"
@@ -77,7 +78,7 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
         raise EnvironmentMismatchError(
             f"gpus={gpus}: this machine has {len(machine.gpus)}; use --gpus {len(machine.gpus)}, or --launcher slurm"
         )
-    return "cuda", "" if device == "cuda" else f"this machine has {machine.gpus[0]}"
+    return "cuda", f"this machine has {machine.gpus[0]}"
 
 
 def _num_workers(config: RunConfig, machine: Machine, device: str) -> tuple[int, str]:

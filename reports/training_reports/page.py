@@ -140,7 +140,7 @@ def _counted(number: int | None, one: str, ending: str = "s") -> str | None:
 
 
 def _device(contents: RunContents) -> str | None:
-    """Return the device of the timed steps, or else, as while a run trains, that of its ranks; None if unknown."""
+    """Return the device of the timed steps, or else, as while a run trains, what its ranks have."""
     if contents.benchmark is not None:
         return contents.benchmark.device
     ranks = (contents.environment or {}).get("ranks", ())

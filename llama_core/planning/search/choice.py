@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from llama_core.errors import PlanError
@@ -105,7 +104,8 @@ def explain(search: Search, best: Option) -> Choice:
         return _explained(search, best, others)
     less = 1 - best.step.total / simplest.step.total
     why = f"simpler than the fastest, which is {less:.1%} faster, less than estimates can tell: {best.plan.summary()}"
-    return _explained(search, simplest, _others(search, simplest), {"simpler": why})
+    choice = _explained(search, simplest, _others(search, simplest))
+    return replace(choice, reasons={"simpler": why, **choice.reasons})
 
 
 def _complexity(variant: Variant) -> tuple[int, bool]:
@@ -129,9 +129,7 @@ def _simplest(search: Search, fastest: Option) -> Option:
     return fastest
 
 
-def _explained(
-    search: Search, best: Option, others: Mapping[str, Option | None], why: Mapping[str, str] = MappingProxyType({})
-) -> Choice:
+def _explained(search: Search, best: Option, others: Mapping[str, Option | None]) -> Choice:
     reasons = _Reasons(search, best, others)
     pipeline = next((other for other in (best, others["pp"]) if other and other.variant.shape.pp > 1), None)
     return Choice(
@@ -139,7 +137,7 @@ def _explained(
         step=best.step,
         peak_bytes=best.peak_bytes,
         limit_bytes=search.fitting.limit,
-        reasons={**why, **reasons.sentences()},
+        reasons=reasons.sentences(),
         rejected=(
             *search.candidates.degrees.refusals(),
             *_rejected_schedules(search, pipeline),
