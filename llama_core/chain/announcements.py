@@ -20,7 +20,7 @@ from llama_core.chain.steps import estimate
 from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
-from llama_core.errors import RunDirectoryError
+from llama_core.errors import RequestError, RunDirectoryError
 from llama_core.launch.jobs.slurm_request import memory_request
 from llama_core.launch.jobs.submission import attach
 from llama_core.machine.validate import EnvironmentReport
@@ -35,9 +35,9 @@ from llama_core.records.hub import HubRecord
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.settings_changes import read_settings_changes
-from llama_core.redaction import shell_word
 from llama_core.registry import Registry
 from llama_core.schedules.registry import SCHEDULES
+from llama_core.trackers.registry import TRACKERS
 from llama_core.training.rates import learning_rate
 from llama_core.units import format_count
 
@@ -226,10 +226,9 @@ def say_goodput(run: RunDirectory) -> None:
 
 def say_metrics(run: RunDirectory) -> None:
     """Print how to look at the run's metrics elsewhere than in its report."""
-    if run.tensorboard.exists():
-        say("metrics", f"tensorboard --logdir {shell_word(run.tensorboard)}")
-    if any(run.wandb.glob("offline-run-*")):
-        say("metrics", f"wandb sync {shell_word(run.wandb)}/offline-run-*")
-    elif run.wandb.exists():
-        project = load_config(run).tracking.wandb_project
-        say("metrics", f"Weights & Biases, project {project}; local files in {run.wandb}")
+    settings = {}
+    with suppress(RequestError):  # of a config.yaml that was edited meanwhile; the report says so
+        settings = {asked.kind.name: asked.settings for asked in load_config(run).tracking.asked_trackers()}
+    for kind in TRACKERS.values():
+        if where := kind.where(run, settings.get(kind.name)):
+            say("metrics", where)

@@ -27,6 +27,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import copy_metrics, read_metrics
 from llama_core.records.owners import refuse_foreign, refuse_links
 from llama_core.records.settings_changes import read_settings_changes, record_settings_change
+from llama_core.trackers.registry import folders_with_links
 from llama_core.training.rates import learning_rate, warmup_steps
 
 
@@ -61,7 +62,7 @@ def branch_off(
     """
     config = load_config(run)
     refuse_foreign(run, "branch off it")
-    refuse_links(run)
+    refuse_links(run, folders_with_links())
     refuse_files_in(out)
     if config.data.source == DATALOADER:
         raise ConfigError(f"{run.path} trains on your own dataloader, which no branch can go on reading")

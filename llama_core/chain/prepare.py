@@ -52,6 +52,7 @@ from llama_core.records.files import atomic_write, write_json
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.owners import refuse_links
 from llama_core.records.settings_changes import record_settings_change
+from llama_core.trackers.registry import folders_with_links
 
 _PATHS = {"source", "sources", "validation", "tokenizer", "chat_template", "cache_dir"}
 _ALL_THE_SAME = "or run it anyway with --force (launch.force=true)"
@@ -107,7 +108,7 @@ def prepare_run(
     elif run.plan.exists() and _divides_alike(load_config(run), planned.config):
         planned = _with_kept_plan(planned, run)
     refuse_unfit_on_any_nodes(planned)
-    refuse_links(run)
+    refuse_links(run, folders_with_links())
     run.create()
     with only_one_submission(run.logs):
         if is_new and run.config.exists():  # another process may have started a run here since we looked

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
@@ -25,6 +25,9 @@ from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
 from llama_core.schedules.registry import SCHEDULES
+from llama_core.trackers.tensorboard import TENSORBOARD, TensorBoardSettings
+from llama_core.trackers.traits import AskedTracker
+from llama_core.trackers.wandb import WANDB, WandbSettings
 
 SAMPLE = "sample"
 """The data source that every machine has: the source files of Python's standard library."""
@@ -590,6 +593,14 @@ class TrackingConfig(Section):
     """Weights & Biases project."""
     prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Texts that the trained model continues on this machine, for the terminal and the report."""
+
+    def asked_trackers(self) -> Iterator[AskedTracker]:
+        """Yield the trackers that are on, in the order in which they get values."""
+        if self.tensorboard:
+            yield AskedTracker(TENSORBOARD, TensorBoardSettings(), "tracking.tensorboard=true")
+        if self.wandb != "off":
+            settings = WandbSettings(mode=self.wandb, project=self.wandb_project)
+            yield AskedTracker(WANDB, settings, f"tracking.wandb={self.wandb}")
 
 
 class BenchmarkConfig(Section):

@@ -14,7 +14,6 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import TrainingConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
-from llama_core.machine.accounts import has_wandb_key
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
@@ -26,6 +25,7 @@ from llama_core.machine.detect import (
 )
 from llama_core.machine.flash import describe_flash_attention
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
+from llama_core.trackers.registry import TRACKERS
 from llama_core.units import format_bytes
 
 TESTED_TORCH = ("2.11", "2.13")
@@ -41,7 +41,7 @@ _REQUIRED = {
     "prefect": "run the flows",
     "plotly": "draw the report",
 }
-_OPTIONAL = ("tensorboard", "transformers", "tokenizers", "wandb", "deepspeed")
+_OPTIONAL = ("transformers", "tokenizers", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -156,24 +156,23 @@ def _check_packages(found: Findings) -> None:
             found.errors.append(f"{package} is not installed but is needed to {purpose}; pip install {package}")
         else:
             found.facts[package] = f"{package} {version}"
-    installed = {package: package_version(package) for package in _OPTIONAL}
+    of_trackers = [kind.package for kind in TRACKERS.values() if kind.package]
+    installed = {package: package_version(package) for package in (*of_trackers, *_OPTIONAL)}
     found.facts["optional packages"] = ", ".join(f"{name} {version or 'absent'}" for name, version in installed.items())
     _check_torch(found)
 
 
 def _check_extras(found: Findings, config: RunConfig) -> None:
-    """Check for the packages that only some runs need."""
-    uses = {
-        "wandb": (config.tracking.wandb != "off", f"tracking.wandb={config.tracking.wandb}"),
-        "deepspeed": (config.parallel.zero_backend == "deepspeed", "parallel.zero_backend=deepspeed"),
-    }
-    for package, (is_used, setting) in uses.items():
-        if is_used and package_version(package) is None:
+    """Check for the packages, and for what else trackers need, that only some runs need."""
+    asked_trackers = list(config.tracking.asked_trackers())
+    needed = {asked.kind.package: asked.setting for asked in asked_trackers if asked.kind.package}
+    if config.parallel.zero_backend == "deepspeed":
+        needed["deepspeed"] = "parallel.zero_backend=deepspeed"
+    for package, setting in needed.items():
+        if package_version(package) is None:
             found.errors.append(f"{setting} needs {package}, which is not installed; {how_to_install(package)}")
-    if config.tracking.wandb == "online" and not has_wandb_key():
-        found.errors.append(
-            "tracking.wandb=online needs an API key; run wandb login, set WANDB_API_KEY, or use --wandb offline"
-        )
+    for asked in asked_trackers:
+        found.errors += asked.kind.problems(asked.settings)
 
 
 def _check_torch(found: Findings) -> None:

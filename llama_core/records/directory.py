@@ -164,15 +164,9 @@ class RunDirectory:
         """A placeholder, deleted to make room for the outcome if the disk is full."""
         return self.logs / "reserve"
 
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of TensorBoard's events, written by rank 0."""
-        return self.logs / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """Folder of Weights & Biases' files: a folder for each start of the run, written by rank 0."""
-        return self.logs / "wandb"
+    def tracker(self, name: str) -> Path:
+        """Folder of a tracker's files, such as TensorBoard's events, written by rank 0."""
+        return self.logs / name
 
     @property
     def evaluations(self) -> Path:

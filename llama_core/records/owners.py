@@ -5,6 +5,7 @@ import grp
 import os
 import pwd
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,24 +48,28 @@ def refuse_foreign(run: RunDirectory, what: str) -> None:
 
 _MOST_LINKS = 40
 """As many as the kernel follows."""
-_WITH_LINKS = ("logs/wandb", "logs/submitit/submission-*")
+_OF_SUBMITIT = "logs/submitit/submission-*"
 
 
-def refuse_links(run: RunDirectory) -> None:
+def refuse_links(run: RunDirectory, with_links: Iterable[str] = ()) -> None:
     """Refuse to write into a run that holds a link: its files may come from an archive, and would lead us elsewhere.
 
-    Below ``_WITH_LINKS``, wandb and submitit make links of their own, and each start of a run writes new files only.
+    Args:
+        run: the run.
+        with_links: folders in which others make links of their own, as submitit does in its own: each start of a run
+            writes new files only there.
 
     Raises:
         RunDirectoryError: naming the link.
     """
+    others = (_OF_SUBMITIT, *with_links)
     for parent, folders, names in os.walk(run.path):
         links = [path for path in (Path(parent, name) for name in (*folders, *names)) if path.is_symlink()]
         if links:
             raise RunDirectoryError(
                 f"{links[0]} is a link, and a run writes through none; put what it leads to in its place, or remove it"
             )
-        folders[:] = [name for name in folders if not any(map(Path(parent, name).match, _WITH_LINKS))]
+        folders[:] = [name for name in folders if not any(map(Path(parent, name).match, others))]
 
 
 def account_name(user: int) -> str:

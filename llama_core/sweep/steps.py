@@ -52,6 +52,7 @@ from llama_core.sweep.history import check_folder, history_folder
 from llama_core.sweep.lock import discard_new, lock, unlock
 from llama_core.sweep.naming import ElementNames
 from llama_core.sweep.objective import Objective
+from llama_core.trackers.registry import folders_with_links
 
 SWEEPS = Path("sweeps")
 
@@ -83,7 +84,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
     sweep = _directory(config, sweep_dir, resume=resume)
     as_run = RunDirectory(sweep.path)
     refuse_foreign(as_run, "continue it")
-    refuse_links(as_run)
+    refuse_links(as_run, folders_with_links())
     lock(sweep)
     try:
         _prepare(sweep, config)

@@ -1,28 +1,21 @@
-"""Sinks for the record of every step: Parquet, a heartbeat file, TensorBoard, Weights & Biases, and a line of text."""
+"""Sinks for the record of every step: Parquet, a heartbeat file, trackers, and a line of text."""
 
 import logging
-import re
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import EnvironmentMismatchError
-from llama_core.imports import how_to_install
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import NAMED_LOSS, StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
-from llama_core.records.owners import who_else_may_write
 from llama_core.records.settings_changes import first_values, read_settings_changes
-from llama_core.training.events import EventFile
+from llama_core.trackers.guarded import GuardedTracker
+from llama_core.trackers.tensorboard import TENSORBOARD
+from llama_core.trackers.traits import TrackedRun
 from llama_core.units import format_bytes
-
-if TYPE_CHECKING:
-    import wandb
 
 logger = logging.getLogger(__name__)
 
@@ -81,115 +74,38 @@ class HeartbeatSink:
         """Do nothing: no file stays open."""
 
 
-class TensorBoardSink:
-    """Writes the scalars of every record as one TensorBoard event, until one cannot be written.
+class TrackersSink:
+    """Hands the scalars of every record to trackers, which do not end the run if they fail."""
 
-    Then the run goes on without them, since its own metrics hold the same scalars.
-    """
-
-    def __init__(self, run: RunDirectory, resumed_at: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-        self._file: EventFile | None = None
-        # Whatever an earlier attempt recorded from this step on is hidden, so that each step shows once.
-        start = SessionLog(status=SessionLog.START)
-        with self._until_it_fails():
-            self._file = EventFile(run.tensorboard)
-            self._file.write(Event(wall_time=time.time(), step=resumed_at + 1, session_log=start))
+    def __init__(self, trackers: Sequence[GuardedTracker]) -> None:
+        self.trackers = trackers
 
     def write(self, record: StepRecord) -> None:
-        """Add the record's scalars; a TensorBoard that is open shows them at once."""
-        with self._until_it_fails():
-            if self._file is not None:
-                self._file.write_scalars(record.step, _scalars(record), record.time)
+        """Hand on the record's scalars."""
+        values = _scalars(record)
+        for tracker in self.trackers:
+            tracker.write(record.step, values, record.time)
 
     def flush(self) -> None:
-        """Do nothing: every event is flushed as it is written."""
+        """Flush every tracker."""
+        for tracker in self.trackers:
+            tracker.flush()
 
     def close(self) -> None:
-        """Close the event file."""
-        with self._until_it_fails():
-            if self._file is not None:
-                self._file.close()
-
-    @contextmanager
-    def _until_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if self._file is not None:
-                with suppress(OSError):  # what the file still buffers does not fit either
-                    self._file.close()
-            self._file = None
-            logger.warning("TensorBoard gets no more events: %s; the run goes on, and its own metrics are whole", error)
+        """Close every tracker."""
+        for tracker in self.trackers:
+            tracker.close()
 
 
-class WandbSink:
-    """Logs to Weights & Biases; a resumed run continues under the same id."""
-
-    def __init__(self, run: RunDirectory, config: RunConfig) -> None:
-        self._run = open_wandb(run, config)
-
-    def write(self, record: StepRecord) -> None:
-        """Log the record's scalars."""
-        self._run.log(_scalars(record), step=record.step)
-
-    def flush(self) -> None:
-        """Do nothing: W&B writes from its own process."""
-
-    def close(self) -> None:
-        """End the W&B run."""
-        self._run.finish()
-
-
-def open_wandb(run: RunDirectory, config: RunConfig, part: str = "") -> "wandb.Run":
-    """Return the run of Weights & Biases in which the metrics of a run are, or a part that other processes log.
-
-    Args:
-        run: the run.
-        config: its configuration.
-        part: the name of the part, which is a run of its own there, in one group with the other; empty for the steps.
-
-    Raises:
-        EnvironmentMismatchError: if the package is missing.
-    """
-    try:
-        import wandb
-    except ImportError:
-        raise EnvironmentMismatchError(
-            f"tracking.wandb={config.tracking.wandb} needs the wandb package; {how_to_install('wandb')}, "
-            "or set tracking.wandb=off"
-        ) from None
-    _refuse_settings_of_others(run)
-    name = f"{run.name}-{part}" if part else run.name
-    return wandb.init(
-        project=config.tracking.wandb_project,
-        name=name,
-        group=run.name,
-        id=re.sub(r"[/\\#?%:]", "-", f"{name}-{_as_begun(run, config).fingerprint()}"),  # W&B refuses these characters
-        resume="allow",
-        mode="online" if config.tracking.wandb == "online" else "offline",
-        dir=run.logs,
-        config=config.model_dump(),
-        settings=wandb.Settings(console="off", silent=True),
+def tracked_run(run: RunDirectory, config: RunConfig, *, resumed_at: int = 0, part: str = "") -> TrackedRun:
+    """Return what trackers are told about a run, or about a part of it; see ``TrackedRun``."""
+    return TrackedRun(
+        run,
+        configuration=config.model_dump(),
+        fingerprint=lambda: _as_begun(run, config).fingerprint(),
+        resumed_at=resumed_at,
+        part=part,
     )
-
-
-def _refuse_settings_of_others(run: RunDirectory) -> None:
-    """Refuse settings that wandb would take from the current folder, or from the run: they say where the key is sent.
-
-    Raises:
-        EnvironmentMismatchError: naming the file.
-    """
-    for folder in (".wandb", "wandb"):
-        file = Path(folder, "settings").absolute()
-        if file.exists() and (others := who_else_may_write(file) or who_else_may_write(file.parent)):
-            raise EnvironmentMismatchError(
-                f"{file} {others}, and wandb would send your key where it says; start the run in another folder"
-            )
-        of_run = run.logs / folder / "settings"
-        if of_run.exists():  # nobody has made it on purpose
-            raise EnvironmentMismatchError(f"wandb would send your key where {of_run} says; read it, and remove it")
 
 
 def _as_begun(run: RunDirectory, config: RunConfig) -> RunConfig:
@@ -198,6 +114,10 @@ def _as_begun(run: RunDirectory, config: RunConfig) -> RunConfig:
     # not validated: it is only named, and old values may not go with what has changed besides
     training = {key.removeprefix("training."): value for key, value in first.items()}
     return config.model_copy(update={"training": config.training.model_copy(update=training)})
+
+
+def _warn(warning: str) -> None:
+    logger.warning("%s; the run goes on, and its own metrics are whole", warning)
 
 
 class MetricsSinks:
@@ -211,14 +131,14 @@ class MetricsSinks:
         """Open the sinks that ``config.tracking`` asks for; ``resumed_at`` is the last step already recorded.
 
         Raises:
-            EnvironmentMismatchError: if a sink's package is missing.
+            EnvironmentMismatchError: if a tracker's package is missing, or it refuses what it finds on this machine.
         """
-        sinks: list[MetricsSink] = [ParquetSink(run), HeartbeatSink(run)]
-        if config.tracking.tensorboard:
-            sinks.append(TensorBoardSink(run, resumed_at))
-        if config.tracking.wandb != "off":
-            sinks.append(WandbSink(run, config))
-        return cls(*sinks)
+        tracked = tracked_run(run, config, resumed_at=resumed_at)
+        trackers = []
+        for asked in config.tracking.asked_trackers():
+            fails_with = OSError if asked.kind is TENSORBOARD else ()
+            trackers.append(GuardedTracker(asked, tracked, "gets no more steps", _warn, fails_with))
+        return cls(ParquetSink(run), HeartbeatSink(run), TrackersSink(trackers))
 
     def write(self, record: StepRecord) -> None:
         """Hand the record to every sink."""

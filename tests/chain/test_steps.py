@@ -844,7 +844,7 @@ def test_a_run_ends_with_the_commands_that_show_its_metrics_elsewhere(capsys):
     run = RunDirectory(prepare_run(config()).path)
     announcements.say_metrics(run)
     assert capsys.readouterr().out == ""
-    for folder in (run.tensorboard, run.wandb / "offline-run-20261122_101112-x"):
+    for folder in (run.tracker("tensorboard"), run.tracker("wandb") / "offline-run-20261122_101112-x"):
         folder.mkdir(parents=True)
     announcements.say_metrics(run)
     assert capsys.readouterr().out == (

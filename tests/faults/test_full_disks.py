@@ -156,8 +156,8 @@ def test_a_run_without_room_for_tensorboard_goes_on_without_it(
     tmp_path, disks, undisturbed, texts, token_cache, promise
 ):
     run = FaultyRun(tmp_path, texts, "tracking.tensorboard=true", token_cache=token_cache)
-    disks.mount(run.run.tensorboard, "64k")
-    disks.fill(run.run.tensorboard)  # at once: the events of so short a run fit into one page
+    disks.mount(run.run.tracker("tensorboard"), "64k")
+    disks.fill(run.run.tracker("tensorboard"))  # at once: the events of so short a run fit into one page
     outcome = run.train()
     assert outcome.status == "finished"
     warnings = [line for line in log_path(run.run, 0).read_text().splitlines() if line.startswith("WARNING ")]

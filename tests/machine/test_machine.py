@@ -11,7 +11,6 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
 from llama_core.machine import detect, validate
-from llama_core.machine.accounts import has_wandb_key
 from llama_core.machine.defaults import ResolvedConfig, reading_threads, resolve_machine_defaults
 from llama_core.machine.detect import (
     Machine,
@@ -24,6 +23,7 @@ from llama_core.machine.detect import (
     visible_gpus,
 )
 from llama_core.machine.hazards import look_at_machine
+from llama_core.trackers.wandb import has_key
 
 CPU_MACHINE = Machine((), None, cpu_native_bf16=False, memory_bytes=2**35, available_memory_bytes=2**34, cores=8)
 GPU_MACHINE = replace(CPU_MACHINE, gpus=("NVIDIA H200", "NVIDIA H200"), gpu_type=gpu_spec("h200"))
@@ -367,15 +367,15 @@ def test_wandb_online_without_a_key_is_an_error_before_any_job(nobody):
 @pytest.mark.parametrize("host", ["api.wandb.ai", "wandb.example.org:8080"])
 def test_a_key_is_looked_for_where_wandb_login_puts_it(nobody, monkeypatch, host):
     (nobody / ".netrc").write_text(f"machine {host}\n  login user\n  password {'0' * 40}\n")
-    assert not has_wandb_key() or host == "api.wandb.ai"
+    assert not has_key() or host == "api.wandb.ai"
     monkeypatch.setenv("WANDB_BASE_URL", f"https://{host}")
-    assert has_wandb_key()
+    assert has_key()
 
 
 def test_a_key_in_the_environment_is_enough(nobody, monkeypatch):
-    assert not has_wandb_key()
+    assert not has_key()
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert has_wandb_key()
+    assert has_key()
 
 
 def test_what_is_missing_is_installed_by_a_command_that_works_anywhere():

@@ -26,6 +26,7 @@ from llama_core.records.timelines import LaneRecord, write_lane
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, write_record
 from llama_core.sweep.grid import SweepConfig
 from llama_core.sweep.steps import prepare
+from llama_core.trackers.registry import folders_with_links
 from training_infra import cli
 
 COMMANDS = (["report"], ["compare", "--json"], ["doctor"], ["logs"])
@@ -292,4 +293,4 @@ def test_links_that_wandb_and_submitit_make_keep_nothing_from_going_on(tmp_path,
     run = write_run(whole.path / element)
     (run.path / place).parent.mkdir(parents=True)
     (run.path / place).symlink_to("1_submission.sh")
-    refuse_links(whole)
+    refuse_links(whole, folders_with_links())

@@ -7,7 +7,7 @@ import pytest
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
-from llama_core.training.metrics import open_wandb
+from llama_core.training.metrics import MetricsSinks
 
 SETTINGS = "[default]\nbase_url = http://127.0.0.1:1\n"
 CONFIG = RunConfig.from_mapping({"tracking": {"wandb": "offline"}, "launch": {"device": "cpu"}})
@@ -33,7 +33,7 @@ def test_settings_of_somebody_else_are_refused(run, tmp_path, folder, whose):
     else:
         os.chown(file if whose == "file" else file.parent, 65534, 65534)
     with pytest.raises(EnvironmentMismatchError, match=rf"{file} .*, and wandb would send your key where it says"):
-        open_wandb(run, CONFIG)
+        MetricsSinks.open(run, CONFIG, resumed_at=0)
 
 
 @pytest.mark.parametrize("folder", ["wandb", ".wandb"])
@@ -43,4 +43,4 @@ def test_settings_in_a_run_are_refused_whoever_has_unpacked_it(run, folder):
     with pytest.raises(
         EnvironmentMismatchError, match=rf"where {run.logs}/{folder}/settings says; read it, and remove it"
     ):
-        open_wandb(run, CONFIG)
+        MetricsSinks.open(run, CONFIG, resumed_at=0)

@@ -153,7 +153,7 @@ def scores():
 def test_the_scores_of_a_checkpoint_are_lines_of_tensorboard_beside_those_of_the_steps(run, scores):
     write(run, (10, 20))
     show_scores(run, config(), scores, print)
-    accumulator = EventAccumulator(str(run.tensorboard / "evaluations")).Reload()
+    accumulator = EventAccumulator(str(run.tracker("tensorboard") / "evaluations")).Reload()
     assert set(accumulator.Tags()["scalars"]) == {"evaluation/arc/acc", "evaluation/arc/acc_norm"}
     assert [(event.step, event.value) for event in accumulator.Scalars("evaluation/arc/acc")] == [(20, 0.5)]
     assert list(events(run)) == [10, 20]
@@ -199,7 +199,7 @@ def test_weights_and_biases_works_offline_without_an_account(run, monkeypatch):
 
 @pytest.mark.root
 def test_a_full_disk_ends_tensorboard_and_not_the_run(run, disk_of, caplog):
-    run.tensorboard.symlink_to(disk_of("16k"))
+    run.tracker("tensorboard").symlink_to(disk_of("16k"))
     write(run, range(1, 100))
     assert read_metrics(run).num_rows == 99
     (warning,) = [line for line in caplog.messages if "TensorBoard" in line]

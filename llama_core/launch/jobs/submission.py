@@ -24,6 +24,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key, damaged, read_typed, write_json
 from llama_core.records.job import JobRecord, Part
 from llama_core.records.owners import other_owner, refuse_foreign, refuse_links
+from llama_core.trackers.registry import folders_with_links
 
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (LOCAL, SLURM)}
 """Every launcher by its value of ``launch.launcher``."""
@@ -142,7 +143,7 @@ def _submission(
     run: RunDirectory, config: RunConfig, num_ranks: int, only: Part | None, worker: tuple[str, ...]
 ) -> Submission:
     run = RunDirectory(run.path.resolve())
-    refuse_links(run)
+    refuse_links(run, folders_with_links())
     _refuse_commands_of_others(run, config)
     command = (*worker, str(run.path), *(("--only", only) if only else ()))
     trains = only != "benchmark"
