@@ -16,29 +16,20 @@ class GuardedTracker:
         run: the run that it is opened for.
         lost: what a failure means, after the tracker's title, such as ``gets no more steps``.
         tell: called with the warning.
-        fails_with: the errors that are no more than a warning.
 
     Raises:
         EnvironmentMismatchError: if its package is missing, or it refuses what it finds on this machine.
     """
 
-    def __init__(
-        self,
-        asked: AskedTracker,
-        run: TrackedRun,
-        lost: str,
-        tell: Callable[[str], None],
-        fails_with: type[Exception] | tuple[type[Exception], ...],
-    ) -> None:
+    def __init__(self, asked: AskedTracker, run: TrackedRun, lost: str, tell: Callable[[str], None]) -> None:
         self._warning = f"{asked.kind.title} {lost}"
         self._tell = tell
-        self._fails_with = fails_with
         self._tracker: Tracker | None = None
         try:
             self._tracker = _opened(asked, run)
         except EnvironmentMismatchError:
             raise
-        except fails_with as error:
+        except Exception as error:  # of a disk, of a service elsewhere, or of its client
             self._give_up(error)
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
@@ -63,7 +54,7 @@ class GuardedTracker:
             return
         try:
             act(self._tracker)
-        except self._fails_with as error:
+        except Exception as error:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

@@ -13,7 +13,6 @@ from llama_core.records.measurements import NAMED_LOSS, StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
 from llama_core.records.settings_changes import first_values, read_settings_changes
 from llama_core.trackers.guarded import GuardedTracker
-from llama_core.trackers.tensorboard import TENSORBOARD
 from llama_core.trackers.traits import TrackedRun
 from llama_core.units import format_bytes
 
@@ -134,10 +133,8 @@ class MetricsSinks:
             EnvironmentMismatchError: if a tracker's package is missing, or it refuses what it finds on this machine.
         """
         tracked = tracked_run(run, config, resumed_at=resumed_at)
-        trackers = []
-        for asked in config.tracking.asked_trackers():
-            fails_with = OSError if asked.kind is TENSORBOARD else ()
-            trackers.append(GuardedTracker(asked, tracked, "gets no more steps", _warn, fails_with))
+        asked = config.tracking.asked_trackers()
+        trackers = [GuardedTracker(one, tracked, "gets no more steps", _warn) for one in asked]
         return cls(ParquetSink(run), HeartbeatSink(run), TrackersSink(trackers))
 
     def write(self, record: StepRecord) -> None:

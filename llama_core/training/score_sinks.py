@@ -8,7 +8,6 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
 from llama_core.trackers.guarded import GuardedTracker
-from llama_core.trackers.tensorboard import TENSORBOARD
 from llama_core.trackers.traits import EVALUATIONS
 from llama_core.training.metrics import tracked_run
 
@@ -27,9 +26,8 @@ def show_scores(run: RunDirectory, config: RunConfig, scores: Sequence[Score], t
     by_tag = {score.tag: score.value for score in scores}
     tracked = tracked_run(run, config, part=EVALUATIONS)
     for asked in config.tracking.asked_trackers():
-        fails_with = OSError if asked.kind is TENSORBOARD else Exception
         try:
-            tracker = GuardedTracker(asked, tracked, f"does not get the scores of step {step:,}", tell, fails_with)
+            tracker = GuardedTracker(asked, tracked, f"does not get the scores of step {step:,}", tell)
         except EnvironmentMismatchError as error:  # a run refuses it before its first step, an evaluation does not
             tell(str(error))
             continue

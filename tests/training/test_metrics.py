@@ -1,4 +1,5 @@
 import re
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -7,6 +8,7 @@ from step_record import record
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
 from llama_core.records.files import now, read_json
@@ -185,6 +187,40 @@ def test_a_service_that_fails_costs_a_line(run, scores, monkeypatch):
     told = []
     show_scores(run, config(wandb="online", tensorboard=False), scores, told.append)
     assert told == ["Weights & Biases does not get the scores of step 20: ConnectionError: no network"]
+
+
+class _Away:
+    """A run of Weights & Biases whose service is away from some call on."""
+
+    def log(self, values, step):
+        if step >= 3:
+            raise ConnectionError("no network")
+
+    def finish(self):
+        raise ConnectionError("still no network")
+
+
+@pytest.mark.parametrize("fails", ["at its beginning", "in the middle"])
+def test_a_service_that_fails_costs_a_run_one_warning(run, monkeypatch, caplog, fails):
+    def begin(**_):
+        if fails == "at its beginning":
+            raise ConnectionError("no network")
+        return _Away()
+
+    monkeypatch.setattr("wandb.init", begin)
+    write(run, range(1, 6), wandb="online")
+    assert read_metrics(run).num_rows == 5
+    assert list(events(run)) == list(range(1, 6))
+    assert caplog.messages == [
+        "Weights & Biases gets no more steps: ConnectionError: no network; the run goes on, and its own metrics are "
+        "whole"
+    ]
+
+
+def test_a_run_does_not_begin_without_the_package_of_a_tracker(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(EnvironmentMismatchError, match=r"tracking.wandb=online needs the wandb package; pip install"):
+        write(run, [1], wandb="online")
 
 
 @pytest.mark.wide
