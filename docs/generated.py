@@ -15,6 +15,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from llama_core.config.run import RunConfig
+from llama_core.config.settings import KEYS_OF_TRACKERS
+from llama_core.trackers.registry import TRACKERS
+from llama_core.trackers.traits import TrackerSettings
 from training_infra.cli import COMMANDS, make_parser
 from training_infra.commands.command import Command
 from training_infra.flags import FLAGS
@@ -142,6 +145,15 @@ def _configuration() -> Iterator[str]:
     for section, rows in sections.items():
         yield f"## {f'`{section}`' if section else 'The run'}\n"
         yield from _table(("key", "value", "default", "meaning", "on resume"), rows)
+    for kind in TRACKERS.values():
+        if kind.name not in KEYS_OF_TRACKERS:
+            yield f"## `tracking.trackers.{kind.name}`\n"
+            yield from _table(("key", "value", "default", "meaning"), _settings_of(kind.settings))
+
+
+def _settings_of(settings: type[TrackerSettings]) -> Iterator[tuple[str, ...]]:
+    for name, described in settings.model_json_schema()["properties"].items():
+        yield _code(name), _kind(described), _default(described), _cell(described.get("description"))
 
 
 def _described(schema: dict[str, Any], key: str) -> dict[str, Any]:

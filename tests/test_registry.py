@@ -15,6 +15,7 @@ from llama_core.errors import ConfigError
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.schedules.registry import SCHEDULES, searched_schedules
+from llama_core.trackers.registry import TRACKERS
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,6 +26,14 @@ from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.optimizers.adamw import ADAMW
 from llama_core.optimizers.traits import OptimizerType, State
 from llama_core.schedules.one_way import GPIPE
+from llama_core.trackers.tensorboard import EventFile
+from llama_core.trackers.traits import TrackerSettings, TrackerType
+
+class Settings(TrackerSettings):
+    folder: str = "outside"
+
+def opened(run, settings):
+    return EventFile(run.directory.tracker("outside") / settings.folder)
 
 ADAPTER = replace(LORA, name="outside")
 OBJECTIVE = replace(NEXT_TOKEN, name="outside", built_in="outside.loss")
@@ -32,6 +41,7 @@ OPTIMIZER = OptimizerType(
     "outside", built_in="outside.descent", states=(State("last"),), read_bytes=12, written_bytes=8, keys=()
 )
 SCHEDULE = replace(GPIPE, name="outside")
+TRACKER = TrackerType("outside", "Outside", settings=Settings, open=opened, where=lambda run, settings: "look outside")
 HIDDEN = ADAMW
 """
 LOSS = """
@@ -54,12 +64,14 @@ class Descent(LocalOptimizer):
 def build(groups, training):
     return Descent(OPTIMIZER, groups, lr=training.learning_rate)
 """
-ENTRIES = {name: f"outside.rows:{name.upper()[:-1]}" for name in ("adapters", "objectives", "optimizers", "schedules")}
+PARTS = ("adapters", "objectives", "optimizers", "schedules", "trackers")
+ENTRIES = {name: f"outside.rows:{name.upper()[:-1]}" for name in PARTS}
 CHOICES = {
     "adapters": (ADAPTERS, {"strategy": "lora", "lora": {"method": "outside"}}),
     "objectives": (OBJECTIVES, {"training": {"objective": "outside"}}),
     "optimizers": (OPTIMIZERS, {"training": {"optimizer": "outside"}}),
     "schedules": (SCHEDULES, {"parallel": {"gpus": 2, "pp": 2, "schedule": "outside"}, "launch": {"device": "cpu"}}),
+    "trackers": (TRACKERS, {"tracking": {"trackers": {"outside": {"folder": "mine"}}}}),
 }
 
 
@@ -127,6 +139,14 @@ def test_a_configuration_cannot_name_a_module(site, named, setting):
     assert "outside" not in sys.modules
 
 
+@pytest.mark.parametrize("named", ["outside.rows:TRACKER", "outside.rows", "os:system", "../outside"])
+def test_a_tracker_is_no_module_either(site, named):
+    install(site)
+    with pytest.raises(ConfigError, match="choose one of outside"):
+        RunConfig.from_mapping({"tracking": {"trackers": {named: {}}}})
+    assert "outside" not in sys.modules
+
+
 BROKEN = {
     "no module": ("", {"optimizers": "elsewhere:ROW"}, "cannot be imported: ModuleNotFoundError: No module named"),
     "raises": ("1 / 0", ENTRIES, "cannot be imported: ZeroDivisionError: division by zero"),
@@ -183,14 +203,17 @@ def test_a_run_trains_and_goes_on_with_the_optimizer_and_the_objective_of_a_pack
     path = [ROOT, tmp_path / "site"]
     sizes = ["--set=architecture.num_layers=1", "--set=architecture.hidden_size=32", "--seq-len=32", "--batch-size=2"]
     sizes += ["--set=architecture.num_heads=2", "--set=architecture.num_kv_heads=2", "--no-benchmark", "--device=cpu"]
-    chosen = ["--optimizer=outside", "--objective=outside"]
+    chosen = ["--optimizer=outside", "--objective=outside", "--set=tracking.trackers.outside.folder=mine"]
     ended = run(tmp_path, "train", *chosen, *sizes, "--steps=2", "--run-dir=mine", path=path)
     assert ended.returncode == 0, ended.stderr
     assert "package   training.optimizer=outside is of outside 1.2\n" in ended.stdout
+    assert "package   tracking.trackers.outside is of outside 1.2\n" in ended.stdout
+    assert "metrics   look outside\n" in ended.stdout
     assert "the objective of the package" in (tmp_path / "mine" / "logs" / "rank-00000.log").read_text()
     again = run(tmp_path, "train", "--resume", "--run-dir=mine", "--steps=4", path=path)
     assert again.returncode == 0, again.stderr
     assert "continues after step 2" in again.stdout
+    assert len(list((tmp_path / "mine" / "logs" / "outside" / "mine").glob("events*"))) == 2
     gone = run(tmp_path, "train", "--resume", "--run-dir=mine", "--steps=6", path=[ROOT])
     assert gone.returncode == 2
     assert "training.optimizer='outside': choose one of adamw, muon" in gone.stderr

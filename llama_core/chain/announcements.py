@@ -135,6 +135,9 @@ def say_packages(run: RunDirectory) -> None:
     for registry, name in chosen:
         if package := registry.package_of(name):
             say("package", f"{registry.setting}={name} is of {package}")
+    for asked in config.tracking.asked_trackers():
+        if package := TRACKERS.package_of(asked.kind.name):
+            say("package", f"{asked.setting} is of {package}")
 
 
 def say_weights(run: RunDirectory) -> None:

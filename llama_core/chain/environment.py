@@ -15,6 +15,7 @@ from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.records.directory import RunDirectory
 from llama_core.schedules.registry import SCHEDULES
+from llama_core.trackers.registry import TRACKERS
 
 
 def validate_environment(
@@ -28,7 +29,7 @@ def validate_environment(
         saves: whether the run saves checkpoints there.
     """
     found = Findings()
-    for registry in (OPTIMIZERS, OBJECTIVES, ADAPTERS, SCHEDULES):
+    for registry in (OPTIMIZERS, OBJECTIVES, ADAPTERS, SCHEDULES, TRACKERS):
         found.warnings += registry.hidden()
     check_machine(found, config, run_dir, saves=saves)
     if config is not None:

@@ -10,23 +10,28 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    SerializeAsAny,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
+    WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llama_core.config.hardware import MOST_DEVICES, gpu_spec
 from llama_core.config.section import Key, KnownName, Section
 from llama_core.config.slurm import SlurmConfig
+from llama_core.errors import did_you_mean
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
 from llama_core.schedules.registry import SCHEDULES
+from llama_core.trackers.registry import TRACKERS, tracker_type
 from llama_core.trackers.tensorboard import TENSORBOARD, TensorBoardSettings
-from llama_core.trackers.traits import AskedTracker
+from llama_core.trackers.traits import AskedTracker, TrackerSettings
 from llama_core.trackers.wandb import WANDB, WandbSettings
 
 SAMPLE = "sample"
@@ -578,6 +583,36 @@ class LaunchConfig(Section):
         return None if self.is_here else self.slurm.memory_gb_per_node
 
 
+KEYS_OF_TRACKERS = {TENSORBOARD.name: "tracking.tensorboard", WANDB.name: "tracking.wandb"}
+"""The keys of trackers that were here before ``tracking.trackers``, where all others have a section."""
+
+
+def _settings_of_trackers(given: Any) -> Any:
+    """Check the settings of each tracker by its row, and leave out trackers that have none."""
+    if not isinstance(given, dict):
+        return given
+    checked: dict[str, Any] = {}
+    for name, settings in given.items():
+        kind = None if name in KEYS_OF_TRACKERS else TRACKERS.find(name)
+        if kind is None:
+            problem: InitErrorDetails = {"type": _not_a_tracker(name), "loc": (name,), "input": settings}
+            raise ValidationError.from_exception_data("trackers", [problem])
+        if settings is not None:
+            # as a mapping with this name alone, so that the places of problems begin with it
+            settings_by_name: TypeAdapter[Any] = TypeAdapter(dict[str, kind.settings])  # type: ignore[name-defined]
+            checked |= settings_by_name.validate_python({name: settings})
+    return checked
+
+
+def _not_a_tracker(name: str) -> PydanticCustomError:
+    if name in KEYS_OF_TRACKERS:
+        return PydanticCustomError("name", f"use {KEYS_OF_TRACKERS[name]}")
+    others = [known for known in TRACKERS.names() if known not in KEYS_OF_TRACKERS]
+    if not others:
+        return PydanticCustomError("name", "no tracker of this name is installed")
+    return PydanticCustomError("name", f"choose one of {', '.join(others)}{did_you_mean(name, others)}")
+
+
 class TrackingConfig(Section):
     """Where metrics go besides the console and the run directory's Parquet files."""
 
@@ -591,6 +626,13 @@ class TrackingConfig(Section):
     """Weights & Biases: off, offline (needs no account) or online."""
     wandb_project: str = "llama-training-infra"
     """Weights & Biases project."""
+    trackers: Annotated[
+        dict[str, SerializeAsAny[TrackerSettings]],
+        BeforeValidator(_settings_of_trackers),
+        WithJsonSchema({"type": "object", "additionalProperties": {"type": "object"}}),
+    ] = Field(default_factory=dict)
+    """Other trackers by name, each with settings of its own, as {name: {key: value}}; {} are its defaults, and null
+    turns it off."""
     prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Texts that the trained model continues on this machine, for the terminal and the report."""
 
@@ -601,6 +643,8 @@ class TrackingConfig(Section):
         if self.wandb != "off":
             settings = WandbSettings(mode=self.wandb, project=self.wandb_project)
             yield AskedTracker(WANDB, settings, f"tracking.wandb={self.wandb}")
+        for name, own in self.trackers.items():
+            yield AskedTracker(tracker_type(name), own, f"tracking.trackers.{name}")
 
 
 class BenchmarkConfig(Section):

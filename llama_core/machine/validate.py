@@ -173,6 +173,9 @@ def _check_extras(found: Findings, config: RunConfig) -> None:
             found.errors.append(f"{setting} needs {package}, which is not installed; {how_to_install(package)}")
     for asked in asked_trackers:
         found.errors += asked.kind.problems(asked.settings)
+        variables = [name for name in asked.kind.variables if os.environ.get(name)]
+        if variables:  # their values may be secrets
+            found.facts[asked.kind.title] = f"{', '.join(variables)} of the environment"
 
 
 def _check_torch(found: Findings) -> None:

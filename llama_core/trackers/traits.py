@@ -31,7 +31,7 @@ class TrackedRun:
     configuration: Mapping[str, Any]
     """All settings of the run, nested."""
     fingerprint: Callable[[], str]
-    """Returns 16 hex digits that the run keeps, also if it is resumed with other settings."""
+    """Returns 16 hex digits that the run keeps when it is resumed, unless it gets another number of steps."""
     resumed_at: int = 0
     """The last step that is recorded already; 0 at the beginning of a run."""
     part: str = ""
@@ -78,7 +78,7 @@ class TrackerType(Generic[Settings]):
     """Returns what it lacks on this machine, such as a key, one line each with the remedy. It is called before a job is
     submitted."""
     variables: tuple[str, ...] = ()
-    """Environment variables by which its users configure it."""
+    """Environment variables that it reads; ``validate-environment`` names those that are set."""
     makes_links: bool = False
     """Whether it makes links among its files; a run with other links is not resumed."""
 

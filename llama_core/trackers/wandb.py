@@ -142,5 +142,6 @@ WANDB = TrackerType(
     where=_where,
     package="wandb",
     problems=_problems,
+    variables=("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"),
     makes_links=True,
 )
