@@ -14,7 +14,7 @@ from llama_core.records.files import read_typed
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.retention import by_held_out_loss
 from llama_core.redaction import redacted
-from llama_core.trackers.tensorboard import TENSORBOARD
+from llama_core.trackers.registry import TRACKERS
 
 LOG_LINES = 20
 """Lines of a log on the page."""
@@ -41,11 +41,13 @@ def run_files(run: RunDirectory, best_by: str = "") -> dict[str, list[Link]]:
         best_by: the name of the held-out loss whose lowest value marks the best checkpoint.
     """
     logs = sorted(run.logs.glob("rank-*.log"))
+    # not those of packages, which this process need not know: the page follows from the run alone
+    of_trackers = [run.tracker(kind.name) for kind in TRACKERS.built_in()]
     kinds = {
         "Logs": [_link(run, path) for path in logs[:MOST_LOGS]] + [_link(run, run.logs)],
         "Checkpoints": list(_checkpoints(run, best_by)),
         "Records": [_link(run, path) for path in sorted(run.path.glob("*.*")) if path.suffix in {".json", ".yaml"}],
-        "Metrics": [_link(run, run.metrics), _link(run, run.tracker(TENSORBOARD.name))],
+        "Metrics": [_link(run, path) for path in (run.metrics, *of_trackers)],
         "Profiles": [_link(run, path) for path in sorted(run.trace.glob("*.*")) if path.suffix != ".json"],
     }
     existing = {kind: [link for link in links if link is not None] for kind, links in kinds.items()}
