@@ -29,7 +29,7 @@ from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
 from llama_core.schedules.registry import SCHEDULES
-from llama_core.trackers.registry import TRACKERS, tracker_type
+from llama_core.trackers.registry import TRACKERS
 from llama_core.trackers.tensorboard import TENSORBOARD, TensorBoardSettings
 from llama_core.trackers.traits import AskedTracker, TrackerSettings
 from llama_core.trackers.wandb import WANDB, WandbSettings
@@ -644,7 +644,7 @@ class TrackingConfig(Section):
             settings = WandbSettings(mode=self.wandb, project=self.wandb_project)
             yield AskedTracker(WANDB, settings, f"tracking.wandb={self.wandb}")
         for name, own in self.trackers.items():
-            yield AskedTracker(tracker_type(name), own, f"tracking.trackers.{name}")
+            yield AskedTracker(TRACKERS.named(name), own, f"tracking.trackers.{name}")
 
 
 class BenchmarkConfig(Section):
