@@ -43,6 +43,9 @@ class StepRecord:
     """Part of the step spent waiting for data."""
     forward_backward_seconds: float
     """Part of the step spent in forward and backward passes and, except with DeepSpeed, on the gradient's norm."""
+    backward_seconds: float
+    """Part of ``forward_backward_seconds`` from the start of each backward to the next forward or the update, with the
+    waits for other ranks and the gradient's norm."""
     optimizer_seconds: float
     """Part of the step spent clipping the gradient and updating the weights."""
     mfu: float | None
@@ -52,22 +55,18 @@ class StepRecord:
     """Memory alive now: what the CUDA allocator or, on the CPU, the C library has handed out."""
     memory_peak_bytes: int
     """Most memory alive since this attempt's training began."""
+    memory_reserved_bytes: int
+    """Most memory reserved so far: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
     loss_scale: float
     """Factor the loss was scaled by; 1 except in fp16."""
     skipped: bool
     """Whether the update was skipped because the loss or the gradient was not finite."""
+    spike: bool
+    """Whether the loss or the gradient norm was far above those of the steps before: ``loss_spike_threshold``."""
     eval_loss: float | None
     """Mean loss on held-out tokens after this step; None if not measured."""
     time: float
     """Seconds since the epoch at the end of the step."""
-    memory_reserved_bytes: int = 0
-    """Most memory reserved so far: taken by the CUDA allocator from the device or, on the CPU, the resident set; 0 if
-    not recorded."""
-    spike: bool = False
-    """Whether the loss or the gradient norm was far above those of the steps before: ``loss_spike_threshold``."""
-    backward_seconds: float | None = None
-    """Part of ``forward_backward_seconds`` from the start of each backward to the next forward or the update, with the
-    waits for other ranks and the gradient's norm. None if not recorded."""
     eval_losses: Mapping[str, float] = field(default_factory=dict)
     """``eval_loss`` of each named part of the held-out tokens; empty if not measured, or if they have no names."""
     measured: Mapping[str, float | None] = field(default_factory=dict)
@@ -144,18 +143,18 @@ class TrainingSummary:
     """Memory alive before the model was built, measured as ``StepRecord.memory_peak_bytes``."""
     memory_peak_bytes: int
     """Most memory alive while training."""
+    memory_reserved_bytes: int
+    """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
+    memory_process_bytes: int
+    """The resident set before the model was built, on the CPU; 0 on CUDA."""
+    memory_by_rank_bytes: tuple[int, ...] = field(repr=False)
+    """Most memory alive on each rank, less that before its model was built."""
     seconds: float
     """Wall time of the training loop of this attempt."""
-    memory_reserved_bytes: int = 0
-    """Most memory reserved: taken by the CUDA allocator from the device or, on the CPU, the resident set."""
-    memory_process_bytes: int = 0
-    """The resident set before the model was built, on the CPU; 0 on CUDA."""
-    memory_by_rank_bytes: tuple[int, ...] = field(default=(), repr=False)
-    """Most memory alive on each rank, less that before its model was built; empty if not recorded."""
     loss_unit: str = "nats/token"
     """Unit of the losses."""
     eval_rows: HeldOutRows | None = None
-    """``eval_loss`` by held-out row; None if not evaluated or not recorded."""
+    """``eval_loss`` by held-out row; None if not evaluated."""
     named_eval_rows: Mapping[str, HeldOutRows] = field(default_factory=dict)
     """The same of each named part of the held-out tokens; empty if they have no names."""
     ended_early: str = ""

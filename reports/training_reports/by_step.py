@@ -41,7 +41,6 @@ REST = "everything else"
 """The part of a step's time that is not measured."""
 
 PART_COLORS = {
-    "forward + backward": BLUE,
     "forward": BLUE,
     "backward": PURPLE,
     "computing": STEEL,
@@ -290,10 +289,12 @@ def measured_parts(steps: pd.DataFrame) -> dict[str, "pd.Series[float]"]:
     """Return the measured parts of every step and the rest, in seconds, in stacking order."""
     both = steps["forward_backward_seconds"]
     backward = steps["backward_seconds"]
-    parts = {"forward + backward": both}
-    if backward.notna().all():  # else some steps are of a version that did not tell them apart
-        parts = {"forward": both - backward, "backward": backward}
-    parts |= {"optimizer": steps["optimizer_seconds"], "waiting for data": steps["data_seconds"]}
+    parts = {
+        "forward": both - backward,
+        "backward": backward,
+        "optimizer": steps["optimizer_seconds"],
+        "waiting for data": steps["data_seconds"],
+    }
     # The parts are timed separately and may exceed the whole by a hair; a stack cannot go down.
     rest = (steps["step_seconds"] - sum(parts.values())).clip(lower=0.0)
     return parts | {REST: rest}
@@ -341,13 +342,14 @@ def _memory_panel(contents: RunContents) -> Panel:
 
 def memory_by_step(steps: pd.DataFrame) -> go.Figure:
     """Return the memory alive at the end of every step, and its peak and the memory taken for it up to that step."""
-    taken = steps["memory_reserved_bytes"].fillna(0)
-    size, unit = memory_unit(max(steps["memory_peak_bytes"].max(), taken.max()))
+    size, unit = memory_unit(max(steps["memory_peak_bytes"].max(), steps["memory_reserved_bytes"].max()))
     figure = styled_figure(f"memory ({unit})")
-    lines = [("allocated", "held now", BLUE, None), ("peak", "peak so far", ORANGE, "dot")]
-    if taken.max() > 0:  # else nobody recorded it
-        lines.insert(0, ("reserved", "taken so far", GREY, None))
     # The peak is drawn last and dotted, so that both lines show where they coincide.
+    lines = (
+        ("reserved", "taken so far", GREY, None),
+        ("allocated", "held now", BLUE, None),
+        ("peak", "peak so far", ORANGE, "dot"),
+    )
     for column, name, color, dash in lines:
         held = steps[f"memory_{column}_bytes"] / size
         add_line(figure, steps["step"], held, name, color=color, hover=f"%{{y:.3f}} {unit}", dash=dash)

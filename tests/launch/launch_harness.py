@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from step_record import record
 from waiting import eventually
 
 from llama_core.records.files import read_json
-from llama_core.records.measurements import StepRecord
 
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
 
@@ -53,23 +53,4 @@ class Job:
 
 
 def step_record(step, *, at=None):
-    return StepRecord(
-        step=step,
-        total_steps=3,
-        loss=1.0,
-        grad_norm=1.0,
-        learning_rate=1e-3,
-        tokens=step,
-        tokens_per_second=1.0,
-        step_seconds=0.01,
-        data_seconds=0.0,
-        forward_backward_seconds=0.01,
-        optimizer_seconds=0.0,
-        mfu=None,
-        memory_allocated_bytes=1,
-        memory_peak_bytes=1,
-        loss_scale=1.0,
-        skipped=False,
-        eval_loss=None,
-        time=time.time() if at is None else at,
-    )
+    return record(step, total_steps=3, time=time.time() if at is None else at)

@@ -4,9 +4,9 @@ from statistics import mean, stdev
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from step_record import training_summary
 
 from llama_core.records.held_out import MOST_ROWS, HeldOutRows
-from llama_core.records.measurements import TrainingSummary
 
 losses = st.lists(st.floats(0.0, 100.0), min_size=2, max_size=20)
 
@@ -58,10 +58,7 @@ def test_rows_and_what_holds_them_are_printed_without_their_losses():
     rows = HeldOutRows.of([8.0 + 0.125 * number for number in range(64)], [4] * 64)
     assert repr(rows) == f"<64 held-out rows: {rows.mean:.4f} ± {rows.spread:.4f} over 256>"
     assert repr(HeldOutRows.of([6.0], [4])) == "<1 held-out rows: 1.5000 over 4>"
-    summary = TrainingSummary(
-        2, 64, 2.0, rows.mean, rows.count, None, None, 0, 0, 1.0,
-        eval_rows=rows, named_eval_rows={"code": rows}, memory_by_rank_bytes=(7_654_321,) * 128,
-    )  # fmt: skip
+    summary = training_summary(eval_rows=rows, named_eval_rows={"code": rows}, memory_by_rank_bytes=(7_654_321,) * 128)
     assert len(repr(summary)) < 1000
     assert repr(summary).count("64 held-out rows") == 2
     assert "7654321" not in repr(summary)
@@ -82,9 +79,7 @@ def test_rows_and_what_holds_them_are_printed_without_their_losses():
 def test_named_parts_weigh_in_the_whole_loss_as_the_summary_says(parts, weights, told):
     named = {name: HeldOutRows.of([mean * count / 2] * 2, [count / 2] * 2) for name, (mean, count) in parts.items()}
     whole = HeldOutRows.joined(named.values())
-    summary = TrainingSummary(
-        2, 64, 2.0, whole.mean, whole.count, None, None, 0, 0, 1.0, eval_rows=whole, named_eval_rows=named
-    )  # fmt: skip
+    summary = training_summary(eval_loss=whole.mean, eval_tokens=whole.count, eval_rows=whole, named_eval_rows=named)
     assert summary.held_out_weights == weights
     assert summary.eval_loss == pytest.approx(sum(weights[name] * mean for name, (mean, _) in parts.items()))
     assert told in summary.summary()

@@ -59,6 +59,9 @@ SUMMARY = TrainingSummary(
     bigram_entropy=2.3874,
     memory_baseline_bytes=310 * MIB,
     memory_peak_bytes=2190 * MIB,
+    memory_reserved_bytes=0,
+    memory_process_bytes=0,
+    memory_by_rank_bytes=(),
     seconds=492.0,
 )
 BENCHMARK = BenchmarkRecord(
@@ -123,8 +126,10 @@ def step_record(step, **changes):
         mfu=None,
         memory_allocated_bytes=(1900 + 20 * (step % 3)) * MIB,
         memory_peak_bytes=min(2190, 2100 + 30 * step) * MIB,
+        memory_reserved_bytes=min(2600, 2300 + 20 * step) * MIB,
         loss_scale=1.0,
         skipped=False,
+        spike=False,
         eval_loss=None,
         time=1_795_000_000.0 + 12.1 * step,
     )
@@ -139,7 +144,7 @@ def step_records(last=40):
 
 def table(records):
     """Return the steps as the report reads them."""
-    unknown = dict.fromkeys(("eval_loss", "mfu", "backward_seconds"), float)
+    unknown = dict.fromkeys(("eval_loss", "mfu"), float)
     rows = [asdict(record) for record in records]
     return pd.DataFrame([row | row.pop("measured") for row in rows]).astype(unknown)
 

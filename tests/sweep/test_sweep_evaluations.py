@@ -3,6 +3,7 @@
 import pytest
 import yaml
 from harness_folders import TASKS, make_tasks
+from step_record import training_summary
 
 from llama_core.chain import steps
 from llama_core.errors import ConfigError, StoppedError
@@ -12,7 +13,6 @@ from llama_core.records.evaluation_jobs import write_ending
 from llama_core.records.evaluations import Score, write_scores
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import Outcome
-from llama_core.records.measurements import TrainingSummary
 from llama_core.sweep import evaluations
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.directory import unfinished
@@ -64,7 +64,7 @@ def sweep(tmp_path):
     sweep = prepare("evaluation/law/loss", {"data": {"law": str(tmp_path / "law.jsonl")}, "sequences": 8})
     for run in list(unfinished(sweep)):
         write_json(run.outcome, Outcome("finished", "it did", 2, "", "2026-11-21T10:00:00+00:00"))
-        write_json(run.training, TrainingSummary(2, 128, 2.0, None, 0, None, None, 0, 0, 1.0))
+        write_json(run.training, training_summary(tokens=128))
         checkpoint = run.checkpoints / checkpoint_name(2)
         checkpoint.mkdir(parents=True)
         write_json(checkpoint / "state.json", {"step": 2, "tokens": 128})

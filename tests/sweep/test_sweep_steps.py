@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from step_record import record as step_record
+from step_record import training_summary
 
 from llama_core.chain.runs import load_config
 from llama_core.errors import (
@@ -19,7 +20,7 @@ from llama_core.errors import (
 from llama_core.records.files import read_json, write_json
 from llama_core.records.held_out import HeldOutRows
 from llama_core.records.job import Outcome
-from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
+from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.metrics import write_metrics_part
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
@@ -250,7 +251,7 @@ def trained(rows):
     """Return the summary of a run with these held-out losses of its rows; None of one that was not evaluated."""
     held_out = None if rows is None else HeldOutRows.of(rows, [1] * len(rows))
     loss = held_out.mean if held_out else None
-    return TrainingSummary(2, 64, 2.0, loss, 16, None, None, 0, 0, 1.0, eval_rows=held_out)
+    return training_summary(eval_loss=loss, eval_rows=held_out)
 
 
 @pytest.mark.parametrize(
