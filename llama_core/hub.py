@@ -24,7 +24,7 @@ from llama_core.errors import HubError, TrainingInfraError
 from llama_core.imports import how_to_install
 from llama_core.records.files import is_disk_full, no_room, user_path
 
-Kind = Literal["model", "dataset"]
+RepositoryKind = Literal["model", "dataset"]
 
 DESCRIPTION = (
     "config.json",
@@ -62,10 +62,10 @@ class HubName:
     revision: str = _MAIN
     path: str = ""
     """A folder, a file or a pattern of files in a data set; empty for all of it."""
-    kind: Kind = "model"
+    kind: RepositoryKind = "model"
 
     @classmethod
-    def parse(cls, text: str, kind: Kind = "model") -> Self | None:
+    def parse(cls, text: str, kind: RepositoryKind = "model") -> Self | None:
         """Return the name that ``text`` may be, whether or not there is something here under it; None if it is none."""
         found = _NAME.fullmatch(text)
         if found is None:
@@ -78,7 +78,7 @@ class HubName:
         return cls(repository, found["revision"] or _MAIN, path, kind)
 
     @classmethod
-    def of(cls, text: str, kind: Kind = "model") -> Self | None:
+    def of(cls, text: str, kind: RepositoryKind = "model") -> Self | None:
         """Return the name that ``text`` is; None if there is something here under it, or if it is none."""
         name = cls.parse(text, kind)
         if name is None or user_path(text).exists():
@@ -100,7 +100,7 @@ class HubName:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HubCommit:
     """One commit of a repository."""
 
     name: HubName
@@ -154,17 +154,17 @@ def repository_in_cache(folder: Path) -> str | None:
     return "/".join(names) if folder.parent.name == "snapshots" and kind == "models" else None
 
 
-def look_up(name: HubName) -> Snapshot:
+def look_up(name: HubName) -> HubCommit:
     """Return the commit that a name stands for, in the cache or else on the Hub.
 
     Raises:
         HubError: if there is none, or the Hub does not tell.
     """
     folder, sizes = _look_up(name.repository, name.revision, name.kind)
-    return Snapshot(name, folder, sizes)
+    return HubCommit(name, folder, sizes)
 
 
-def download(snapshot: Snapshot, files: Iterable[str]) -> None:
+def download(snapshot: HubCommit, files: Iterable[str]) -> None:
     """Download those of ``files`` that are not in the cache, one after the other; a terminal shows a bar for each.
 
     Raises:
@@ -177,7 +177,7 @@ def download(snapshot: Snapshot, files: Iterable[str]) -> None:
 
 
 @cache
-def _look_up(repository: str, revision: str, kind: Kind) -> tuple[Path, Mapping[str, int]]:
+def _look_up(repository: str, revision: str, kind: RepositoryKind) -> tuple[Path, Mapping[str, int]]:
     """Return the folder of a commit in the cache, and the bytes of its files by their paths."""
     name = HubName(repository, revision, kind=kind)
     find = partial(_package(name).snapshot_download, repository, repo_type=kind, allow_patterns=[])

@@ -18,7 +18,7 @@ from llama_core.data.file_kinds import kind_of
 from llama_core.data.find import is_data_file
 from llama_core.data.splits import is_held_out
 from llama_core.errors import HubError
-from llama_core.hub import HubName, Kind, Snapshot, at_revision, download, folder_of, look_up
+from llama_core.hub import HubCommit, HubName, RepositoryKind, at_revision, download, folder_of, look_up
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
 from llama_core.models.weight_files import INDEX, PICKLED, WHOLE, weight_map
 from llama_core.records.directory import RunDirectory
@@ -39,7 +39,7 @@ class Source:
 
     setting: str
     """Its dotted key."""
-    snapshot: Snapshot
+    snapshot: HubCommit
     files: tuple[str, ...]
     """The files, by their paths in the repository."""
     folder: Path
@@ -165,7 +165,7 @@ def record_sources(run: RunDirectory, resolved: Resolved) -> None:
 
 def _folders_that_win(config: RunConfig) -> Iterator[str]:
     """Yield a sentence for each setting whose folder here has the name of what may be a repository."""
-    settings: dict[str, tuple[DataSource | None, Kind]] = {
+    settings: dict[str, tuple[DataSource | None, RepositoryKind]] = {
         "model": (config.model, "model"),
         INITIAL_WEIGHTS: (config.training.init_from, "model"),
         "data.tokenizer": (config.data.tokenizer, "model"),

@@ -11,7 +11,7 @@ from llama_core.records.files import checked_record
 
 
 @dataclass(frozen=True)
-class Progress:
+class CheckpointProgress:
     """What the trainer's counters in a checkpoint say about its worth."""
 
     tokens: int = 0
@@ -27,12 +27,12 @@ class Progress:
         return loss if loss is not None and math.isfinite(loss) else None
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> CheckpointProgress:
     """Return what a checkpoint records; what an unreadable one would record if its step had not been evaluated."""
     try:
-        return checked_record(recorded_counters(checkpoint), Progress, checkpoint / STATE)
+        return checked_record(recorded_counters(checkpoint), CheckpointProgress, checkpoint / STATE)
     except (CheckpointError, RunDirectoryError):
-        return Progress()
+        return CheckpointProgress()
 
 
 def first_of_each(num_tokens: int, checkpoints: Iterable[Path]) -> list[Path]:

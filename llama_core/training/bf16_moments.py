@@ -23,7 +23,7 @@ from llama_core.models.layers import local_part
 from llama_core.optimizers.adamw import CHUNK_ELEMENTS
 from llama_core.optimizers.traits import NAMES
 from llama_core.training.local import adamw_kernel
-from llama_core.training.random_bits import Place, key_of, mixed, random_bits
+from llama_core.training.random_bits import BlockOrigin, key_of, mixed, random_bits
 
 DROPPED_BITS = 16
 """Bits of fp32 that bf16 does not have."""
@@ -70,7 +70,7 @@ class Bf16Moments:
                 kept["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 kept["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             tensors = (parameter, cast("Tensor", parameter.grad), kept["exp_avg"], kept["exp_avg_sq"])
-            one = Update(
+            one = MomentsUpdate(
                 parts=tuple(map(local_part, tensors)),
                 step=kept["step"],
                 group=group,
@@ -91,7 +91,7 @@ class Bf16Moments:
                 torch._foreach_sub_(steps, [found_inf] * len(steps))
 
 
-class Update(NamedTuple):
+class MomentsUpdate(NamedTuple):
     """The update of this rank's part of a parameter; ``bf16_moments_kernel.update`` says what each of these is."""
 
     parts: tuple[Tensor, ...]
@@ -100,7 +100,7 @@ class Update(NamedTuple):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     key: int
-    place: Place
+    place: BlockOrigin
     rows_of_an_expert: int
 
 
@@ -109,14 +109,14 @@ def uses_kernel(weight: Tensor) -> bool:
     return weight.is_cuda and weight.dtype == torch.float32 and can_build_kernels()
 
 
-def run_in_one_kernel(one: Update) -> None:
+def run_in_one_kernel(one: MomentsUpdate) -> None:
     """Update a rank's part of a parameter in one kernel."""
     from llama_core.training import bf16_moments_kernel  # needs Triton
 
     bf16_moments_kernel.update(**one._asdict())
 
 
-def _run_in_chunks(one: Update) -> None:
+def _run_in_chunks(one: MomentsUpdate) -> None:
     """Do the same with kernels of torch, a chunk at a time."""
     key_of_step = mixed(one.step.int()).add_(one.key)
     for chunk in _chunks(one):
@@ -126,14 +126,14 @@ def _run_in_chunks(one: Update) -> None:
 class _Chunk(NamedTuple):
     """Some rows of a parameter, or of an expert of one, each tensor [rows, columns]."""
 
-    place: Place
+    place: BlockOrigin
     weight: Tensor
     gradient: Tensor
     first: Tensor
     second: Tensor
 
 
-def _update(chunk: _Chunk, bits: Tensor, one: Update) -> None:
+def _update(chunk: _Chunk, bits: Tensor, one: MomentsUpdate) -> None:
     """Update a chunk, given 32 random bits for each element, which are overwritten."""
     wide_first = chunk.first.to(chunk.weight.dtype)
     wide_second = chunk.second.to(chunk.weight.dtype)
@@ -164,14 +164,14 @@ def round_stochastically(wide: Tensor, bits: Tensor, narrow: Tensor) -> None:
     narrow.view(torch.int16).copy_(upper_halves)
 
 
-def _chunks(one: Update) -> Iterator[_Chunk]:
+def _chunks(one: MomentsUpdate) -> Iterator[_Chunk]:
     """Yield this rank's part of a parameter in chunks."""
     for expert, matrices in enumerate(zip(*map(_matrices, one.parts), strict=True)):
         first_row = one.place.row + expert * one.rows_of_an_expert
         num_rows, num_columns = matrices[0].shape
         height = max(1, CHUNK_ELEMENTS // max(1, num_columns))
         for top in range(0, num_rows, height):
-            place = Place(first_row + top, one.place.column)
+            place = BlockOrigin(first_row + top, one.place.column)
             yield _Chunk(place, *(matrix[top : top + height] for matrix in matrices))
 
 
@@ -181,12 +181,12 @@ def _matrices(part: Tensor) -> tuple[Tensor, ...]:
     return (part,) if part.ndim == 2 else (part[None],)
 
 
-def _place(parameter: Tensor) -> Place:
+def _place(parameter: Tensor) -> BlockOrigin:
     """Return where this rank's part of a parameter begins: [columns], [rows, columns] or [experts, rows, columns]."""
     *rows, column = _offsets(parameter)
     if parameter.ndim > 2:
-        return Place(rows[0] * parameter.shape[1] + rows[1], column)
-    return Place(rows[0] if rows else 0, column)
+        return BlockOrigin(rows[0] * parameter.shape[1] + rows[1], column)
+    return BlockOrigin(rows[0] if rows else 0, column)
 
 
 def _offsets(parameter: Tensor) -> tuple[int, ...]:

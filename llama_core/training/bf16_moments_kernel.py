@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from llama_core.training.random_bits import LAST_SHIFT, MIXING, OF_COLUMNS, Place
+from llama_core.training.random_bits import LAST_SHIFT, MIXING, OF_COLUMNS, BlockOrigin
 
 TILE = 2048
 """Most elements of a program's tile."""
@@ -126,7 +126,7 @@ def update(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     key: int,
-    place: Place,
+    place: BlockOrigin,
     rows_of_an_expert: int,
 ) -> None:
     """Change a rank's part of a parameter and its moments in place.

@@ -35,7 +35,7 @@ _WITHOUT_EFFECT = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 
 """Settings of a generation that change nothing at these values."""
 _OF_SAMPLING = ("temperature", "top_k", "top_p")
 
-Progress = Callable[[int, int], None]
+OnRequests = Callable[[int, int], None]
 """Called with the number of requests that are done, and of all of the same kind."""
 
 
@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no type
         """Contexts that lost their beginning since this was last set to 0."""
         self.dropped_system_prompt = False
         """Whether the template refused a system prompt, so that conversations went without it."""
-        self.on_progress: Progress = lambda done, total: None
+        self.on_progress: OnRequests = lambda done, total: None
 
     @property
     def eot_token_id(self) -> int:

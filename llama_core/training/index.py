@@ -32,24 +32,24 @@ MOST_DIMS = 64
 MOST_CUT_DIMS = 4
 """Most dims along which a tensor is cut into parts; a plan cuts along two."""
 
-Size = Annotated[int, Field(ge=0, lt=2**63)]
-Shape = Annotated[tuple[Size, ...], Field(max_length=MOST_DIMS)]
+StoredSize = Annotated[int, Field(ge=0, lt=2**63)]
+StoredShape = Annotated[tuple[StoredSize, ...], Field(max_length=MOST_DIMS)]
 ShardName = Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
 """The name that torch gives to a file of tensors: no other file is read, in this folder or elsewhere."""
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredBlock:
     """A block of a tensor, or a whole value that is not a tensor, in one file."""
 
-    offsets: Shape
+    offsets: StoredShape
     """Where the block begins along each dim of the tensor."""
-    shape: Shape
+    shape: StoredShape
     file: ShardName
     """A file in the checkpoint's folder."""
-    begin: Size
+    begin: StoredSize
     """First byte in the file."""
-    num_bytes: Size
+    num_bytes: StoredSize
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Entry:
     name: str
     dtype: str | None
     """None if it is not a tensor."""
-    shape: Shape
-    parts: tuple[Part, ...]
+    shape: StoredShape
+    parts: tuple[StoredBlock, ...]
 
     def problem(self) -> str:
         """Return how this contradicts itself, as a clause; "" if it does not."""
@@ -111,8 +111,8 @@ def _entry(name: str, stored: TensorStorageMetadata | BytesStorageMetadata, meta
     return Entry(name, str(stored.properties.dtype).removeprefix("torch."), tuple(stored.size), tuple(parts))
 
 
-def _part(offsets: Iterable[int], shape: Iterable[int], place: _StorageInfo) -> Part:
-    return Part(tuple(offsets), tuple(shape), place.relative_path, place.offset, place.length)
+def _part(offsets: Iterable[int], shape: Iterable[int], place: _StorageInfo) -> StoredBlock:
+    return StoredBlock(tuple(offsets), tuple(shape), place.relative_path, place.offset, place.length)
 
 
 def parse_index(lines: Iterable[bytes], path: Path) -> Iterator[Entry]:

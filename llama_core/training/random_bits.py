@@ -21,14 +21,14 @@ OF_COLUMNS = 0x5BD1E995
 """Any number: it makes the hashes of columns others than those of rows."""
 
 
-class Place(NamedTuple):
+class BlockOrigin(NamedTuple):
     """Where a block of a parameter begins. Experts' rows are counted from the first expert on."""
 
     row: int
     column: int
 
 
-def random_bits(key: Tensor, place: Place, shape: torch.Size) -> Tensor:
+def random_bits(key: Tensor, place: BlockOrigin, shape: torch.Size) -> Tensor:
     """Return 32 random bits for each element of a block, [rows, columns], as int32.
 
     Args:

@@ -45,7 +45,7 @@ from llama_core.training.parts.held_out import HeldOut
 from llama_core.training.parts.length import RunLength
 from llama_core.training.parts.memory import MemoryReport
 from llama_core.training.parts.metrics_log import MetricsLog
-from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
+from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.patience import Patience
 from llama_core.training.parts.preparations import CompiledBlocks, ReferenceModel
 from llama_core.training.parts.saves import Saves
@@ -93,7 +93,7 @@ class Trainer:
     """This rank's part of the model, and the optimizer."""
     batches: Supply
     """The microbatches of the steps, and the position in the data."""
-    progress: Progress
+    progress: RunProgress
     """How far the run is: all that the parts share."""
     loss_scale: LossScale
     parts: tuple[LoopPart, ...]
@@ -125,7 +125,7 @@ class Trainer:
         self.plan = plan
         self.entropies = entropies
         self.device = this_device(config.launch.device)
-        self.progress = Progress()
+        self.progress = RunProgress()
         self.length = RunLength(run, config.training, self.progress, total_steps)
         self.activity = ActivityLog(run, self.progress)
         self.reports = Reports()

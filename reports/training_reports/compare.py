@@ -12,7 +12,7 @@ from training_reports import sweep_figures
 from training_reports.compared_run import ComparedRun
 from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Card, Panel, write_page
-from training_reports.measures import Measure, held_out_names
+from training_reports.measures import ComparedMeasure, held_out_names
 from training_reports.run_comparison import RunComparison
 from training_reports.sweep_trained import SMOOTHED_POINTS
 
@@ -65,7 +65,7 @@ def _cards(comparison: RunComparison) -> Iterator[Card]:
             )
 
 
-def _card(title: str, unit: str, measure: Measure, runs: Sequence[ComparedRun]) -> Card:
+def _card(title: str, unit: str, measure: ComparedMeasure, runs: Sequence[ComparedRun]) -> Card:
     place = measure.winner
     if place is None:
         return Card(title, None, "", ["No run is better than the others."])

@@ -37,7 +37,7 @@ MEASURES = {
 }
 """How the memory of a step is measured, by device."""
 
-Record = dict[str, Any]
+JsonRecord = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -54,13 +54,13 @@ class RunContents:
 
     steps: pd.DataFrame
     """One row for each ``StepRecord``; empty if there are none."""
-    config: Record | None
-    plan: Record | None
-    choice: Record | None
-    environment: Record | None
-    estimate: Record | None
-    dry_run: Record | None
-    data: Record | None
+    config: JsonRecord | None
+    plan: JsonRecord | None
+    choice: JsonRecord | None
+    environment: JsonRecord | None
+    estimate: JsonRecord | None
+    dry_run: JsonRecord | None
+    data: JsonRecord | None
     job: JobRecord | None
     heartbeat: StepRecord | None
     training: TrainingSummary | None
@@ -215,14 +215,14 @@ class RunContents:
         return {} if host["on_cuda"] else {name: size for name, size in host["parts"].items() if name != "tensors"}
 
     @property
-    def predictions_alive(self) -> Iterator[tuple[str, str, Record | None]]:
+    def predictions_alive(self) -> Iterator[tuple[str, str, JsonRecord | None]]:
         """``predictions`` of the memory alive; on the CPU, with copies that are neither freed nor the process's own."""
         copies = {name: size for name, size in self.estimated_beside.items() if name not in {"process", FREED}}
         for how, field, profile in self.predictions:
             yield how, field, profile and _with(profile, copies)
 
     @property
-    def predictions(self) -> Iterator[tuple[str, str, Record | None]]:
+    def predictions(self) -> Iterator[tuple[str, str, JsonRecord | None]]:
         """The predictions of the peak memory: how each was made, its field, and its profile."""
         yield "estimated", "estimate", self.estimate
         yield "rehearsed", "dry_run", self.dry_run
@@ -248,19 +248,19 @@ _DAMAGE = (RunDirectoryError, ConfigError, OSError, pa.ArrowException, *DAMAGE)
 """Errors of reading a file that was cut short, edited, or written by another version."""
 
 
-def _with(profile: Record, others: Mapping[str, int]) -> Record:
+def _with(profile: JsonRecord, others: Mapping[str, int]) -> JsonRecord:
     """Return a profile that holds ``others`` at its peak too."""
     peak = profile["phases"][profile["peak_phase"]] | others
     phases = profile["phases"] | {profile["peak_phase"]: peak}
     return profile | {"phases": phases, "peak_bytes": sum(peak.values())}
 
 
-def _times_none(config: Record | None) -> bool:
+def _times_none(config: JsonRecord | None) -> bool:
     section = (config or {}).get("benchmark")
     return isinstance(section, dict) and section.get("steps") == 0
 
 
-def _read_yaml(path: Path) -> Record:
+def _read_yaml(path: Path) -> JsonRecord:
     return dict(parse_yaml(read_file(path, path.parent, MOST_BYTES_OF_YAML).decode(), path.name))
 
 
@@ -335,19 +335,19 @@ class _Profile:
     host: _Host | None = None
 
 
-def _read_as(path: Path, kind: Any) -> Record:
+def _read_as(path: Path, kind: Any) -> JsonRecord:
     """Return a record whose keys in ``kind`` have the types that a page needs."""
     record = read_json(path)
     checked_record(record, kind, path)
     return record
 
 
-def _read_data(path: Path) -> Record:
+def _read_data(path: Path) -> JsonRecord:
     record = _read_as(path, _Data)
     return record | {"sentences": [f"{sentence}." for sentence in (record["summary"], *record["notes"])]}
 
 
-def _read_profile(path: Path) -> Record:
+def _read_profile(path: Path) -> JsonRecord:
     record = _read_as(path, _Profile)
     if sum(dict(record["phases"][record["peak_phase"]]).values()) != record["peak_bytes"]:
         raise ValueError("the categories of its peak phase do not add up to its peak")

@@ -8,10 +8,10 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.goodput import LABELS, read_goodput
 from llama_core.units import format_duration
 
-Row = list[str]
+TableRow = list[str]
 
 
-def goodput_table(run: RunDirectory) -> tuple[str, Row, list[Row]] | None:
+def goodput_table(run: RunDirectory) -> tuple[str, TableRow, list[TableRow]] | None:
     """Return a sentence, and the columns and rows of a table with a row for each attempt and one for all.
 
     None if the run has taken no step, or its records are damaged.
@@ -24,7 +24,7 @@ def goodput_table(run: RunDirectory) -> tuple[str, Row, list[Row]] | None:
         return None
     shown = [part for part, seconds in goodput.total.items() if seconds]
 
-    def row(name: str, parts: Mapping[TimePart, float]) -> Row:
+    def row(name: str, parts: Mapping[TimePart, float]) -> TableRow:
         times = (sum(parts.values()), *(parts[part] for part in shown))
         return [name, *map(format_duration, times)]
 

@@ -15,7 +15,7 @@ Best = Literal["low", "high", ""]
 
 
 @dataclass(frozen=True)
-class Measure:
+class ComparedMeasure:
     """A result of every run."""
 
     name: str
@@ -69,19 +69,19 @@ class Measure:
         return f" ({value / first - 1:+.1%})"
 
 
-def measures(runs: Sequence[ComparedRun]) -> list[Measure]:
+def measures(runs: Sequence[ComparedRun]) -> list[ComparedMeasure]:
     """Return the results of which that of any run is known, in the order of the table."""
     return [measure for measure in _every(runs) if measure.is_known]
 
 
-def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
+def _every(runs: Sequence[ComparedRun]) -> Iterator[ComparedMeasure]:
     def measure(
         name: str,
         value: Callable[[ComparedRun], float | None],
         text: Callable[[float], str],
         best: Best = "",
-    ) -> Measure:
-        return Measure(name, tuple(map(value, runs)), text, best)
+    ) -> ComparedMeasure:
+        return ComparedMeasure(name, tuple(map(value, runs)), text, best)
 
     yield measure("steps", lambda run: run.num_steps, "{:,.0f}".format)
     yield measure("tokens", lambda run: run.num_tokens, format_count)
@@ -100,13 +100,13 @@ def _every(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
         yield replace(time_taken, is_told_apart=partial(_had_own_machines, runs))
 
 
-def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
+def _losses(runs: Sequence[ComparedRun]) -> Iterator[ComparedMeasure]:
     """Yield training losses at half and all of the tokens that every run has reached, and after the shortest time."""
 
-    def loss(name: str, value: Callable[[ComparedRun], float | None]) -> Measure:
-        return Measure(name, tuple(map(value, runs)), "{:.4f}".format, "low", by_difference=True)
+    def loss(name: str, value: Callable[[ComparedRun], float | None]) -> ComparedMeasure:
+        return ComparedMeasure(name, tuple(map(value, runs)), "{:.4f}".format, "low", by_difference=True)
 
-    def held_out(part: str = "") -> Measure:
+    def held_out(part: str = "") -> ComparedMeasure:
         def differ(one: int, other: int) -> bool:
             first = runs[one].contents.training
             second = runs[other].contents.training
@@ -133,7 +133,7 @@ def _losses(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
         yield held_out(part)
 
 
-def _scores(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
+def _scores(runs: Sequence[ComparedRun]) -> Iterator[ComparedMeasure]:
     """Yield the newest score of each task and metric."""
     for name in dict.fromkeys(name for run in runs for name in run.scores):
         scores = [run.scores.get(name) for run in runs]
@@ -145,7 +145,7 @@ def _scores(runs: Sequence[ComparedRun]) -> Iterator[Measure]:
                 return True
             return abs(first.value - second.value) > math.hypot(first.spread, second.spread)
 
-        yield Measure(
+        yield ComparedMeasure(
             f"evaluated: {name}",
             tuple(None if score is None else score.value for score in scores),
             "{:.4f}".format,

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from llama_core.planning.memory.host import FREED
 from llama_core.units import format_bytes
-from training_reports.contents import Record, RunContents
+from training_reports.contents import JsonRecord, RunContents
 from training_reports.figures import (
     BLUE,
     BROWN,
@@ -94,7 +94,7 @@ def _fit(contents: RunContents) -> list[str]:
     return [f"The estimate {verdict} the {usable}.", *_host(estimate.get("host")), *notes]
 
 
-def _host(host: Record | None) -> list[str]:
+def _host(host: JsonRecord | None) -> list[str]:
     """Return a sentence about the host memory of a node, if the estimate has it."""
     if not host:
         return []
@@ -103,12 +103,12 @@ def _host(host: Record | None) -> list[str]:
     return [f"Host memory of a node: about {format_bytes(host['node_bytes'])}; {ranks} takes {parts}."]
 
 
-def _peak(profile: Record, measured: int | None) -> str:
+def _peak(profile: JsonRecord, measured: int | None) -> str:
     size = format_bytes(profile["peak_bytes"])
     return f"{size} in the {profile['peak_phase']} phase{relative_error(profile, measured)}"
 
 
-def relative_error(profile: Record, measured: int | None) -> str:
+def relative_error(profile: JsonRecord, measured: int | None) -> str:
     """Return the relative error of a prediction, such as ``' (+4.5 %)'``."""
     return f" ({100 * (profile['peak_bytes'] / measured - 1):+.1f} %)" if measured else ""
 

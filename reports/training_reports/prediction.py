@@ -10,7 +10,7 @@ from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel
 from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
-from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_rows import Ranking, SweepRow
 from training_reports.sweep_table import Cell, bytes_cell, number
 
 FITS = "fits"
@@ -68,9 +68,9 @@ def _named(comparison: Comparison) -> list[ComparisonRow]:
     return sorted(elements, key=lambda one: -(one.tokens_per_second or 0.0))
 
 
-def _row(one: ComparisonRow) -> Row:
+def _row(one: ComparisonRow) -> SweepRow:
     fits = one.status == "finished"
-    return Row(
+    return SweepRow(
         one.name,
         one.settings,
         FITS if fits else one.status,

@@ -14,7 +14,7 @@ from llama_core.sweep.grid import HELD_OUT
 from training_reports.compared_run import SOFTWARE, ComparedRun
 from training_reports.contents import RunContents
 from training_reports.layout import NOTHING
-from training_reports.measures import Measure, measures
+from training_reports.measures import ComparedMeasure, measures
 
 _FOUND = (*SOFTWARE, "device")
 """What was found on the machines, if a record says it."""
@@ -28,7 +28,7 @@ class RunComparison:
     runs: tuple[ComparedRun, ...]
     differences: tuple[tuple[str, tuple[str, ...]], ...]
     """Each setting that is not the same in all runs, with its values."""
-    measures: tuple[Measure, ...]
+    measures: tuple[ComparedMeasure, ...]
     notes: tuple[str, ...]
     """Why some of the results cannot be compared."""
 

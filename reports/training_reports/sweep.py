@@ -10,7 +10,7 @@ from training_reports import sweep_throughput, sweep_trained
 from training_reports.contents import MEASURES, RunContents
 from training_reports.layout import Card
 from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
-from training_reports.sweep_rows import NOT_EVALUATED, Ranking, Row, measured_row
+from training_reports.sweep_rows import NOT_EVALUATED, Ranking, SweepRow, measured_row
 from training_reports.sweep_summary import next_commands, summarise
 from training_reports.sweep_table import PEAKS, PREDICTED, Cell, bytes_cell, number, predicted_cell
 
@@ -74,7 +74,7 @@ def write_report(sweep: SweepDirectory) -> Path:
     return write_elements(sweep.report, page, config, name=config.name, source=sweep.path)
 
 
-def _ranking(objective: Objective, rows: Sequence[Row]) -> Ranking:
+def _ranking(objective: Objective, rows: Sequence[SweepRow]) -> Ranking:
     return sweep_trained.rank(rows, objective) if objective.trains else sweep_throughput.rank(rows)
 
 
@@ -92,7 +92,7 @@ def _unsound(ranking: Ranking) -> dict[str, int]:
     return {what: number for what, number in numbers.items() if number}
 
 
-def _style(unfinished: Sequence[Row]) -> str:
+def _style(unfinished: Sequence[SweepRow]) -> str:
     """Return the CSS class of the sweep: that of its worst element, but ``warn`` for one interrupted or diverged."""
     styles = {"warn" if row.diverged else row.style for row in unfinished}
     if not styles:
@@ -102,7 +102,7 @@ def _style(unfinished: Sequence[Row]) -> str:
     return "idle" if "idle" in styles else "warn"
 
 
-def _details(rows: Sequence[Row]) -> dict[str, Mapping[str, Cell]]:
+def _details(rows: Sequence[SweepRow]) -> dict[str, Mapping[str, Cell]]:
     """Return the times, the peaks and the plan of each element; without a prediction, no column for it."""
     columns: dict[str, Mapping[str, Cell]] = {}
     if any(row.predicted_seconds for row in rows):
@@ -114,7 +114,7 @@ def _details(rows: Sequence[Row]) -> dict[str, Mapping[str, Cell]]:
     return columns
 
 
-def _left_out(ranking: Ranking, skipped: Sequence[Row]) -> dict[str, list[str]]:
+def _left_out(ranking: Ranking, skipped: Sequence[SweepRow]) -> dict[str, list[str]]:
     """Return the elements that were not timed, by the reason."""
     untimed = [row for row in ranking.rows if row.name not in ranking.results or row.benchmark is None]
     return {
@@ -124,13 +124,13 @@ def _left_out(ranking: Ranking, skipped: Sequence[Row]) -> dict[str, list[str]]:
     }
 
 
-def _memory_notes(rows: Sequence[Row]) -> Iterator[str]:
+def _memory_notes(rows: Sequence[SweepRow]) -> Iterator[str]:
     measures = {MEASURES.get(row.device) for row in rows if row.peaks["measured"]}
     for measure in sorted(filter(None, measures)):
         yield f"The measurement is the peak of {measure}, less what was held before the model was built."
 
 
-def _ended(missing: Sequence[Row]) -> Iterator[tuple[str, str, str | None]]:
+def _ended(missing: Sequence[SweepRow]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the name of each element whose job has ended without a result, how it ended, and what to do."""
     for row in missing:
         outcome = row.outcome

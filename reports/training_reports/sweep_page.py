@@ -13,9 +13,9 @@ from training_reports.layout import Card, Panel, write_page
 from training_reports.sweep_history import COLUMNS as HISTORY_COLUMNS
 from training_reports.sweep_history import history_panel, history_rows, shown_time
 from training_reports.sweep_pareto import are_alike, pareto_panel
-from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_rows import Ranking, SweepRow
 from training_reports.sweep_scaling import COLUMN as SCALING
-from training_reports.sweep_scaling import Line, Sized, scaling_cells, scaling_lines, scaling_panel
+from training_reports.sweep_scaling import ScalingLine, Sized, scaling_cells, scaling_lines, scaling_panel
 from training_reports.sweep_table import UNKNOWN, Cell, Table, TableRow, same_in_all
 
 
@@ -42,7 +42,7 @@ class ElementsPage:
     """The CSS class of the status."""
     facts: Mapping[str, object]
     ranking: Ranking
-    skipped: Sequence[Row]
+    skipped: Sequence[SweepRow]
     """The elements that cannot run."""
     details: Mapping[str, Mapping[str, Cell]]
     """The last columns of the table: the cells of elements by name, by the title of the column."""
@@ -111,14 +111,14 @@ def _changes(judgement: Judgement) -> list[tuple[str, str, str, str]]:
     return [(one.key, one.before, one.now, ", ".join(one.elements) or "all") for one in judgement.changes]
 
 
-def _sized(rows: Sequence[Row]) -> Iterator[Sized]:
+def _sized(rows: Sequence[SweepRow]) -> Iterator[Sized]:
     """Yield the elements whose plan and throughput are known."""
     for row in rows:
         if row.plan is not None and row.tokens_per_second:
             yield Sized(row.name, row.settings, row.plan, row.tokens_per_second)
 
 
-def _table(page: ElementsPage, lines: Sequence[Line]) -> Table:
+def _table(page: ElementsPage, lines: Sequence[ScalingLine]) -> Table:
     """Return the table of all elements: results, then scaling if there is a line, then details."""
     ranking = page.ranking
     columns: dict[str, Mapping[str, Cell]] = {}
@@ -161,7 +161,7 @@ def _pareto(page: ElementsPage) -> Iterator[Panel]:
     return pareto_panel(points, settings, page.left_out, page.how)
 
 
-def memory_panel(rows: Sequence[Row], notes: Sequence[str], *, lines_per_element: int) -> Iterator[Panel]:
+def memory_panel(rows: Sequence[SweepRow], notes: Sequence[str], *, lines_per_element: int) -> Iterator[Panel]:
     """Yield a panel with the peak memory of the elements, if it differs between them.
 
     Args:

@@ -21,7 +21,7 @@ from llama_core.sweep.objective import Objective
 from llama_core.sweep.quality import NOT_ENDED, Quality, quality_of, why_not_evaluated
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
-from training_reports.sweep_table import Cell, Order
+from training_reports.sweep_table import Cell, SortOrder
 
 NOT_EVALUATED = "not evaluated"
 HAVE_ENDED = frozenset({"finished", "diverged", NOT_EVALUATED})
@@ -29,7 +29,7 @@ HAVE_ENDED = frozenset({"finished", "diverged", NOT_EVALUATED})
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """One element of a sweep, measured or predicted."""
 
     name: str
@@ -92,7 +92,7 @@ class Row:
 
 def measured_row(
     name: str, element: ElementRecord, contents: RunContents, objective: Objective, evaluation: EvaluationConfig
-) -> Row:
+) -> SweepRow:
     """Return the row of an element that runs, or is skipped because it cannot.
 
     Args:
@@ -117,7 +117,7 @@ def measured_row(
     }
     measured = benchmark or contents.training
     peaks["measured"] = measured.memory_added_bytes if measured and status in HAVE_ENDED else None
-    return Row(
+    return SweepRow(
         name,
         element.settings,
         status,
@@ -188,9 +188,9 @@ class Ranking:
     """Title of the table."""
     columns: Sequence[str]
     """The results of an element, after name and status and before times and memory; the first ranks the elements."""
-    order: Order
+    order: SortOrder
     """Whether the best element has the highest value in that column (descending) or the lowest."""
-    rows: Sequence[Row]
+    rows: Sequence[SweepRow]
     """All elements that can run: those with a result by rank, then the others."""
     results: Mapping[str, Sequence[Cell]]
     """The cells of ``columns`` for each element with a result, by name."""
@@ -201,22 +201,22 @@ class Ranking:
     """The same cells for each element that diverged: its result is not ranked."""
 
     @property
-    def ranked(self) -> list[Row]:
+    def ranked(self) -> list[SweepRow]:
         """The elements with a result, the best first."""
         return [row for row in self.rows if row.name in self.results]
 
     @property
-    def unranked(self) -> list[Row]:
+    def unranked(self) -> list[SweepRow]:
         """The elements without a result, of those that can run."""
         return [row for row in self.rows if row.name not in self.results]
 
     @property
-    def missing(self) -> list[Row]:
+    def missing(self) -> list[SweepRow]:
         """Those of them that neither diverged nor lack only a score: they failed, or have not run to their end."""
         return [row for row in self.unranked if not (row.diverged or row.not_evaluated)]
 
 
-def ordered(rows: Iterable[Row], best_first: Iterable[str]) -> list[Row]:
+def ordered(rows: Iterable[SweepRow], best_first: Iterable[str]) -> list[SweepRow]:
     """Return the rows that are named, in this order, and then the others."""
     rank = {name: place for place, name in enumerate(best_first)}
     return sorted(rows, key=lambda row: rank.get(row.name, len(rank)))

@@ -39,7 +39,7 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Line:
+class ScalingLine:
     """Elements that differ in nothing but the number of ranks, the fewest ranks first; each number occurs once."""
 
     axes: str
@@ -57,7 +57,7 @@ class Line:
         return element.tokens_per_second / self.ideal(element.plan.world_size)
 
 
-def scaling_lines(elements: Sequence[Sized]) -> list[Line]:
+def scaling_lines(elements: Sequence[Sized]) -> list[ScalingLine]:
     """Return the lines along which the number of ranks grows and no other setting changes.
 
     A line joins elements whose settings differ only in the number of ranks, whatever their plans, or whose plans differ
@@ -71,7 +71,7 @@ def scaling_lines(elements: Sequence[Sized]) -> list[Line]:
     settings = [one.settings for one in elements]
     compared = [key for key in differing_keys(settings) if key not in SIZES | DEGREES]
     words = SettingWords(settings)
-    lines: list[Line] = []
+    lines: list[ScalingLine] = []
     for group in groups.values():
         fastest: dict[int, Sized] = {}
         for element in sorted(group, key=lambda one: one.tokens_per_second):
@@ -90,16 +90,16 @@ def _common(element: Sized, kind: str | None) -> Mapping[str, object]:
     return others | {key: value for key, value in element.settings.items() if key not in SIZES | DEGREES}
 
 
-def _line(elements: tuple[Sized, ...], compared: Sequence[str], words: SettingWords) -> Line:
+def _line(elements: tuple[Sized, ...], compared: Sequence[str], words: SettingWords) -> ScalingLine:
     """Return a line with its name; ``compared`` are the keys in which elements differ, degrees and sizes left out."""
     degrees = {axis: [getattr(one.plan, axis) for one in elements] for axis in AXES}
     axes = " and ".join(AXES[axis] for axis, sizes in degrees.items() if len(set(sizes)) > 1)
     common = [f"{axis} {sizes[0]}" for axis, sizes in degrees.items() if len(set(sizes)) == 1 and sizes[0] > 1]
     common += [words.settings(elements[0].settings, [key]) for key in compared]
-    return Line(axes, ", ".join([f"{axes} parallel", *common]), elements)
+    return ScalingLine(axes, ", ".join([f"{axes} parallel", *common]), elements)
 
 
-def scaling_cells(lines: Sequence[Line]) -> dict[str, Cell]:
+def scaling_cells(lines: Sequence[ScalingLine]) -> dict[str, Cell]:
     """Return the efficiency of each element that is on a line, by name; one for each of its lines, and its kind."""
     cells = {line.elements[0].name: Cell("100.0%", 1.0) for line in lines}
     found: dict[str, list[tuple[float, str]]] = {}
@@ -112,7 +112,7 @@ def scaling_cells(lines: Sequence[Line]) -> dict[str, Cell]:
     }
 
 
-def scaling_panel(lines: Sequence[Line], how: str) -> Iterator[Panel]:
+def scaling_panel(lines: Sequence[ScalingLine], how: str) -> Iterator[Panel]:
     """Yield a panel if there is a line.
 
     Args:
@@ -144,7 +144,7 @@ def scaling_panel(lines: Sequence[Line], how: str) -> Iterator[Panel]:
     yield Panel("Scaling", figure, f"Share of the ideal: {'; '.join(told)}.", notes, wide=True, height_px=height)
 
 
-def _batches(lines: Sequence[Line]) -> str:
+def _batches(lines: Sequence[ScalingLine]) -> str:
     """Return a sentence on how the batch grows, if it does the same on every line."""
     pairs = [(line.elements[0].plan, one.plan) for line in lines for one in line.elements[1:]]
     if all(plan.batch_size == first.batch_size for first, plan in pairs):

@@ -10,7 +10,7 @@ from training_reports import sweep_figures
 from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Panel
 from training_reports.sweep_figures import Point
-from training_reports.sweep_rows import Row
+from training_reports.sweep_rows import SweepRow
 
 HEIGHT_PX = 300
 """Height of a figure without its legend."""
@@ -20,7 +20,9 @@ BARS = (
 )
 
 
-def settings_panels(rows: Sequence[Row], ranked: Sequence[str], objective: Objective, unit: str) -> Iterator[Panel]:
+def settings_panels(
+    rows: Sequence[SweepRow], ranked: Sequence[str], objective: Objective, unit: str
+) -> Iterator[Panel]:
     """Yield a panel for each setting in which elements differ; for a seed, only if nothing else differs.
 
     Args:
@@ -39,7 +41,7 @@ def settings_panels(rows: Sequence[Row], ranked: Sequence[str], objective: Objec
 def _panel(
     key: str,
     keys: Sequence[str],
-    rows: Sequence[Row],
+    rows: Sequence[SweepRow],
     ranked: Sequence[str],
     objective: Objective,
     *,
@@ -52,7 +54,7 @@ def _panel(
     place = _places(key, numbers, words)
     others = [other for other in keys if other != key]
     by_name = {row.name: row for row in rows}
-    lines: dict[str, list[Row]] = {}
+    lines: dict[str, list[SweepRow]] = {}
     for name in ranked:
         lines.setdefault(words.settings(by_name[name].settings, others), []).append(by_name[name])
     best = by_name[ranked[0]].quality
@@ -84,11 +86,11 @@ def _panel(
 
 def _places(
     key: str, numbers: Sequence[int | float], words: SettingWords
-) -> Callable[[Row], tuple[float, int | float | str]]:
+) -> Callable[[SweepRow], tuple[float, int | float | str]]:
     """Return a function of an element: its place on the x axis, and its value there."""
     in_order = list(words.values[key].values())
 
-    def place(row: Row) -> tuple[float, int | float | str]:
+    def place(row: SweepRow) -> tuple[float, int | float | str]:
         value = row.settings[key]
         if numbers and isinstance(value, int | float):
             return value, value
@@ -98,7 +100,7 @@ def _places(
     return place
 
 
-def _point(row: Row, x: int | float | str, best: Quality | None) -> Point:
+def _point(row: SweepRow, x: int | float | str, best: Quality | None) -> Point:
     quality = row.quality
     if quality is None or best is None:
         raise ValueError(f"{row.name} was not evaluated")

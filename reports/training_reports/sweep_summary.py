@@ -15,7 +15,7 @@ from llama_core.sweep.naming import SettingWords, differing_keys
 from llama_core.sweep.quality import Quality
 from llama_core.units import format_count
 from training_reports.sweep_history import shown_time
-from training_reports.sweep_rows import Ranking, Row
+from training_reports.sweep_rows import Ranking, SweepRow
 from training_reports.sweep_throughput import MOST_NAMED, not_told_apart
 
 MOST_VALUES = 6
@@ -27,7 +27,7 @@ PLENTY = 0.5
 
 
 def summarise(
-    record: SweepRecord, ranking: Ranking, skipped: Sequence[Row], judgement: Judgement | None
+    record: SweepRecord, ranking: Ranking, skipped: Sequence[SweepRow], judgement: Judgement | None
 ) -> list[tuple[str, str]]:
     """Return the paragraphs of the summary: a heading and some sentences each."""
     objective = record.objective
@@ -102,7 +102,7 @@ def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
             yield f"The slowest ({apart[-1]}) reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
 
 
-def _best_trained(ranked: Sequence[Row], objective: Objective) -> Iterator[str]:
+def _best_trained(ranked: Sequence[SweepRow], objective: Objective) -> Iterator[str]:
     qualities = _qualities(ranked)
     best, *others = qualities
     quality = qualities[best]
@@ -116,7 +116,7 @@ def _best_trained(ranked: Sequence[Row], objective: Objective) -> Iterator[str]:
     yield _caveat(ranked)
 
 
-def _qualities(ranked: Sequence[Row]) -> dict[str, Quality]:
+def _qualities(ranked: Sequence[SweepRow]) -> dict[str, Quality]:
     return {row.name: row.quality for row in ranked if row.quality is not None}
 
 
@@ -126,7 +126,7 @@ def _close(qualities: Mapping[str, Quality]) -> list[str]:
     return [name for name in others if qualities[name].behind(qualities[best]).is_told_apart is False]
 
 
-def _not_a_setting(ranked: Sequence[Row]) -> Iterator[str]:
+def _not_a_setting(ranked: Sequence[SweepRow]) -> Iterator[str]:
     """Yield sentences if the best element has the larger model, or was trained on more tokens."""
     best = ranked[0]
     sizes = {row.name: row.num_parameters for row in ranked if row.num_parameters}
@@ -149,7 +149,7 @@ def _not_a_setting(ranked: Sequence[Row]) -> Iterator[str]:
         yield f"Of those with less, the best is {other.name}{value}."
 
 
-def _caveat(ranked: Sequence[Row]) -> str:
+def _caveat(ranked: Sequence[SweepRow]) -> str:
     seeds = {row.settings.get("training.seed") for row in ranked}
     steps = sorted({row.training.steps for row in ranked if row.training})
     span = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
@@ -171,11 +171,11 @@ def _not_evaluated(ranking: Ranking) -> Iterator[str]:
         yield f"{len(rows)} of {len(ranking.rows)} trained without getting a score: {named}{more}."
 
 
-def _timed(ranked: Sequence[Row]) -> dict[str, BenchmarkRecord]:
+def _timed(ranked: Sequence[SweepRow]) -> dict[str, BenchmarkRecord]:
     return {row.name: row.benchmark for row in ranked if row.benchmark is not None}
 
 
-def _left_out(ranking: Ranking, skipped: Sequence[Row]) -> Iterator[str]:
+def _left_out(ranking: Ranking, skipped: Sequence[SweepRow]) -> Iterator[str]:
     failed = [(row.name, f"{row.outcome.status}, {row.outcome.reason}") for row in ranking.missing if row.outcome]
     for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
         if reasons:
@@ -213,7 +213,7 @@ def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
     return "all elements" if len(some) == len(judgement.elements) else f"{len(some)} of {len(judgement.elements)}"
 
 
-def _next(objective: Objective, ranked: Sequence[Row], judgement: Judgement | None) -> Iterator[str]:
+def _next(objective: Objective, ranked: Sequence[SweepRow], judgement: Judgement | None) -> Iterator[str]:
     if judgement:
         yield from _look_for(judgement)
     if objective.trains:
@@ -227,7 +227,7 @@ def _next(objective: Objective, ranked: Sequence[Row], judgement: Judgement | No
         yield from _room(ranked[0])
 
 
-def _more_to_ask(objective: Objective, ranked: Sequence[Row]) -> Iterator[str]:
+def _more_to_ask(objective: Objective, ranked: Sequence[SweepRow]) -> Iterator[str]:
     qualities = _qualities(ranked)
     if not qualities or not _close(qualities):
         return
@@ -255,12 +255,12 @@ def _look_for(judgement: Judgement) -> Iterator[str]:
         yield f"{len(noisy)} of {len(judgement.elements)} results are noisy: repeat them while the machine is idle."
 
 
-def _edges(ranked: Sequence[Row], every: Sequence[Row]) -> Iterator[str]:
+def _edges(ranked: Sequence[SweepRow], every: Sequence[SweepRow]) -> Iterator[str]:
     for edge in edges([row.settings for row in ranked], [row.settings for row in every]):
         yield edge.sentence(ranked[0].settings)
 
 
-def _room(best: Row) -> Iterator[str]:
+def _room(best: SweepRow) -> Iterator[str]:
     if best.memory_bytes is None or not best.usable_bytes or best.device != "cuda":
         return
     share = best.memory_bytes / best.usable_bytes

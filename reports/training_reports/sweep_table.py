@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from llama_core.units import format_bytes
 
-Order = Literal["ascending", "descending"]
+SortOrder = Literal["ascending", "descending"]
 PREDICTED = "Step predicted"
 PEAKS = {"estimated": "Memory estimated", "rehearsed": "Memory rehearsed", "measured": "Memory measured"}
 """The columns of the peaks of memory, by how they are known."""
@@ -46,7 +46,7 @@ class Table:
     title: str
     columns: Sequence[str]
     """After name and state; the first of them ranks the elements."""
-    order: Order
+    order: SortOrder
     """How the rows are sorted by that column."""
     rows: Sequence[TableRow]
     same: Mapping[str, str] = field(default_factory=dict)

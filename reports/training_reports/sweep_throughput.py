@@ -6,14 +6,14 @@ from llama_core.records.measurements import BenchmarkRecord
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel
-from training_reports.sweep_rows import Ranking, Row, ordered
+from training_reports.sweep_rows import Ranking, SweepRow, ordered
 from training_reports.sweep_table import Cell, number
 
 MOST_NAMED = 3
 """Most elements that a sentence names."""
 
 
-def rank(rows: Sequence[Row]) -> Ranking:
+def rank(rows: Sequence[SweepRow]) -> Ranking:
     """Return the elements by the tokens/s of their timed steps, the fastest first."""
     benchmarks = {row.name: row.benchmark for row in rows if row.status == "finished"}
     fastest_first = sorted(

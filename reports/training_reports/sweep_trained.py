@@ -13,7 +13,7 @@ from llama_core.units import format_count
 from training_reports import sweep_figures
 from training_reports.figures import LEGEND_LINE_PX
 from training_reports.layout import Card, Panel
-from training_reports.sweep_rows import Ranking, Row, ordered
+from training_reports.sweep_rows import Ranking, SweepRow, ordered
 from training_reports.sweep_settings import settings_panels
 from training_reports.sweep_table import UNKNOWN, Cell, number
 
@@ -25,7 +25,7 @@ MOST_POINTS = 500
 """Most points of a line."""
 
 
-def rank(rows: Sequence[Row], objective: Objective) -> Ranking:
+def rank(rows: Sequence[SweepRow], objective: Objective) -> Ranking:
     """Return the elements by their quality after the last step, the best first, and those that diverged.
 
     Args:

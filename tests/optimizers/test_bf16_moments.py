@@ -14,7 +14,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.training import bf16_moments
 from llama_core.training.bf16_moments import round_stochastically
 from llama_core.training.optimizer import build_optimizer
-from llama_core.training.random_bits import Place, random_bits
+from llama_core.training.random_bits import BlockOrigin, random_bits
 
 PLANS = {
     "tp2 dp2": ParallelPlan(tp=2, dp_replicate=2, num_microbatches=2),
@@ -54,7 +54,7 @@ def test_numbers_of_bf16_stay_what_they_are():
 @pytest.mark.parametrize("shift", [0, 16], ids=["first", "second"])
 def test_the_bits_of_a_matrix_are_uniform_and_unrelated_to_their_neighbours(shift):
     size = 1000
-    halves = (random_bits(KEY, Place(0, 0), torch.Size((size, size))) >> shift) & 0xFFFF
+    halves = (random_bits(KEY, BlockOrigin(0, 0), torch.Size((size, size))) >> shift) & 0xFFFF
     numbers = halves.double() / 2**16 - 0.5
     deviations = 5 / size  # five standard deviations of a mean of size**2 numbers, each over its own
     assert abs(numbers.mean()) < deviations * 12**-0.5
@@ -66,9 +66,9 @@ def test_the_bits_of_a_matrix_are_uniform_and_unrelated_to_their_neighbours(shif
 
 
 def test_the_bits_of_a_block_are_those_of_the_whole_and_other_keys_have_others():
-    whole = random_bits(KEY, Place(0, 0), torch.Size((40, 50)))
-    assert torch.equal(random_bits(KEY, Place(7, 9), torch.Size((20, 30))), whole[7:27, 9:39])
-    assert (random_bits(KEY + 1, Place(0, 0), whole.shape) == whole).float().mean() < 0.01
+    whole = random_bits(KEY, BlockOrigin(0, 0), torch.Size((40, 50)))
+    assert torch.equal(random_bits(KEY, BlockOrigin(7, 9), torch.Size((20, 30))), whole[7:27, 9:39])
+    assert (random_bits(KEY + 1, BlockOrigin(0, 0), whole.shape) == whole).float().mean() < 0.01
 
 
 def test_a_second_moment_falls_as_it_should_where_the_nearest_number_would_stay():

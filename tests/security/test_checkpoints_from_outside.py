@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from llama_core.errors import CheckpointError
 from llama_core.parallel import deepspeed
 from llama_core.parallel.deepspeed import saved_weights
-from llama_core.training.index import INDEX, Entry, Part, index_lines
+from llama_core.training.index import INDEX, Entry, StoredBlock, index_lines
 from llama_core.training.reading import PlainPlanner, PlainReader
 
 SHARD = "__0_0.distcp"
@@ -306,7 +306,7 @@ OVERLAPPING = "has parts that overlap or lie outside of it"
     ],
 )
 def test_memory_that_nobody_has_written_is_not_taken_for_weights(shape, boxes):
-    parts = tuple(Part(tuple(begin), tuple(size), SHARD, 0, 0) for begin, size in boxes)
+    parts = tuple(StoredBlock(tuple(begin), tuple(size), SHARD, 0, 0) for begin, size in boxes)
     assert Entry("weights", "float32", tuple(shape), parts).problem() == OVERLAPPING
 
 
@@ -323,7 +323,7 @@ def test_parts_that_tile_a_tensor_are_taken_and_no_others(data):
             (begin, (*size[:dim], at, *size[dim + 1 :])),
             ((*begin[:dim], begin[dim] + at, *begin[dim + 1 :]), (*size[:dim], size[dim] - at, *size[dim + 1 :])),
         ]
-    parts = [Part(begin, size, SHARD, 0, 0) for begin, size in boxes]
+    parts = [StoredBlock(begin, size, SHARD, 0, 0) for begin, size in boxes]
     assert Entry("weights", "float32", shape, tuple(parts)).problem() == ""
     moved = max(parts, key=lambda part: math.prod(part.shape))
     elsewhere = replace(moved, offsets=(moved.offsets[0] + 1, *moved.offsets[1:]))

@@ -3,7 +3,7 @@
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.records.activity import TimePart, record_activity
 from llama_core.records.directory import RunDirectory
-from llama_core.training.parts.part import Progress
+from llama_core.training.parts.part import RunProgress
 
 
 class ActivityLog:
@@ -14,7 +14,7 @@ class ActivityLog:
         progress: how far it is.
     """
 
-    def __init__(self, run: RunDirectory, progress: Progress) -> None:
+    def __init__(self, run: RunDirectory, progress: RunProgress) -> None:
         self._run = run
         self._progress = progress
 

@@ -15,7 +15,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.rollbacks import Rollback, data_skips, read_rollbacks, write_rollbacks
 from llama_core.training.engine import Engine
 from llama_core.training.initial_weights import InitialWeights
-from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
+from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.spikes import BadStep, Spikes
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class BadSteps(LoopPart):
         self,
         run: RunDirectory,
         config: RunConfig,
-        progress: Progress,
+        progress: RunProgress,
         *,
         check: StepCheck,
         engine: Engine,

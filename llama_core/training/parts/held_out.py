@@ -12,7 +12,7 @@ from llama_core.records.held_out import HeldOutRows
 from llama_core.training.engine import Engine, evaluating
 from llama_core.training.inputs import StepInputs
 from llama_core.training.parts.activity import ActivityLog
-from llama_core.training.parts.part import Evaluation, FinishedStep, LoopPart, Progress
+from llama_core.training.parts.part import FinishedStep, HeldOutEvaluation, LoopPart, RunProgress
 
 
 class HeldOut(LoopPart):
@@ -34,7 +34,7 @@ class HeldOut(LoopPart):
         self,
         training: TrainingConfig,
         plan: ParallelPlan,
-        progress: Progress,
+        progress: RunProgress,
         *,
         batches: Mapping[str, Callable[[], Iterable[Batch]]],
         engine: Engine,
@@ -53,7 +53,7 @@ class HeldOut(LoopPart):
         objective = engine.model.objective  # routers measure nothing in an evaluation
         self._names = objective.names if isinstance(objective, Measures) else ()
         """What is measured of held-out rows beside their loss."""
-        self.last = Evaluation()
+        self.last = HeldOutEvaluation()
         """The newest evaluation of this process."""
 
     def is_due(self, step: int) -> bool:
@@ -86,7 +86,7 @@ class HeldOut(LoopPart):
         model = self._engine.model
         of_rows = measured(model, measured_totals(model, self._plan))
         known = {name: value for name, value in of_rows.items() if name in self._names and value is not None}
-        self.last = Evaluation(self._progress.step, rows, known)
+        self.last = HeldOutEvaluation(self._progress.step, rows, known)
 
     def rows(self) -> dict[str, HeldOutRows]:
         """Return the loss of the rows of the held-out batches, by name; all ranks call it together."""
@@ -99,9 +99,9 @@ class HeldOut(LoopPart):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses after this step, which rank its checkpoint; None if it was not evaluated."""
-        evaluation = self.last if self.last.step == self._progress.step else Evaluation()
+        evaluation = self.last if self.last.step == self._progress.step else HeldOutEvaluation()
         return {"eval_loss": evaluation.loss, "eval_losses": evaluation.named_losses}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Forget the last evaluation: it may be of a step that is taken again, on other data."""
-        self.last = Evaluation()
+        self.last = HeldOutEvaluation()

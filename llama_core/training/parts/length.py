@@ -9,7 +9,7 @@ from llama_core.parallel.ranks import from_first_rank, is_first_rank
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
 from llama_core.records.length import ChosenLength
-from llama_core.training.parts.part import LoopPart, Progress
+from llama_core.training.parts.part import LoopPart, RunProgress
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RunLength(LoopPart):
     """
 
     def __init__(
-        self, run: RunDirectory, training: TrainingConfig, progress: Progress, total_steps: int | None
+        self, run: RunDirectory, training: TrainingConfig, progress: RunProgress, total_steps: int | None
     ) -> None:
         self._run = run
         self._progress = progress

@@ -11,7 +11,7 @@ from llama_core.records.metrics import drop_metrics_after
 from llama_core.training.measure import FlopsUtilisation
 from llama_core.training.metrics import MetricsSinks
 from llama_core.training.parts.memory import MEMORY_ALLOCATED, MEMORY_PEAK, MEMORY_RESERVED
-from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
+from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.rates import learning_rate
 from llama_core.training.reports import in_words
@@ -33,7 +33,7 @@ class MetricsLog(LoopPart):
         self,
         run: RunDirectory,
         config: RunConfig,
-        progress: Progress,
+        progress: RunProgress,
         *,
         utilisation: FlopsUtilisation,
         formats: Mapping[str, str],

@@ -1,8 +1,8 @@
 """A part of the training loop: something that happens between steps.
 
 The loop takes steps and calls its parts, in the order of one list in ``trainer.py``. A part is built with the few
-things that it needs, and shares with the loop and the other parts only ``Progress`` and the ``FinishedStep`` that goes
-through them. All ranks call all parts, so a part may communicate wherever all ranks decide alike.
+things that it needs, and shares with the loop and the other parts only ``RunProgress`` and the ``FinishedStep`` that
+goes through them. All ranks call all parts, so a part may communicate wherever all ranks decide alike.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from llama_core.training.step import StepValues
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run is."""
 
     total_steps: int = 0
@@ -36,7 +36,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class HeldOutEvaluation:
     """The held-out rows of an evaluation; without any before the first one."""
 
     step: int = 0
@@ -100,7 +100,7 @@ class FinishedStep:
     """Which value was far above those of the steps before, and by how much; empty if none was."""
     bad: BadStep | None = None
     """Set if the step ends the run or makes it roll back."""
-    evaluation: Evaluation = field(default_factory=Evaluation)
+    evaluation: HeldOutEvaluation = field(default_factory=HeldOutEvaluation)
     """The evaluation after it; without rows if there was none."""
 
     @property
@@ -120,10 +120,10 @@ class LoopPart:
         """Prepare for the first step of this process."""
 
     def before_step(self) -> None:
-        """Act before the device is given the step after ``Progress.step``."""
+        """Act before the device is given the step after ``RunProgress.step``."""
 
     def step_begun(self) -> None:
-        """Act when the device has been given step ``Progress.step``; its results are not known yet.
+        """Act when the device has been given step ``RunProgress.step``; its results are not known yet.
 
         What a part reports by then (``Reports``) becomes one of the results.
         """
@@ -143,7 +143,7 @@ class LoopPart:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a checkpoint. ``Progress`` already has; ``state`` has the keys of all parts."""
+        """Go back to a checkpoint. ``RunProgress`` already has; ``state`` has the keys of all parts."""
 
     def went_back(self, bad: BadStep) -> None:
         """Act after the run has returned to a checkpoint because of a bad step. The last part is called first."""

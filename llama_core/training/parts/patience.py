@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_core.config.settings import UNNAMED, TrainingConfig
 from llama_core.parallel.ranks import from_first_rank
-from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
+from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Patience(LoopPart):
         progress: learns why the run ends early.
     """
 
-    def __init__(self, training: TrainingConfig, progress: Progress) -> None:
+    def __init__(self, training: TrainingConfig, progress: RunProgress) -> None:
         self._max_evaluations = training.patience
         self._name = training.keep_best_by
         self._progress = progress

@@ -9,7 +9,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import Engine, NativeEngine, evaluating
 from llama_core.training.inputs import StepInputs
 from llama_core.training.parts.activity import ActivityLog
-from llama_core.training.parts.part import LoopPart, Progress
+from llama_core.training.parts.part import LoopPart, RunProgress
 from llama_core.training.parts.stop import StopRequest
 from llama_core.training.reference import References
 
@@ -72,7 +72,7 @@ class ReferenceModel(LoopPart):
         self,
         references: References | None,
         plan: ParallelPlan,
-        progress: Progress,
+        progress: RunProgress,
         *,
         engine: Engine,
         inputs: StepInputs,

@@ -15,7 +15,7 @@ from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import Engine
 from llama_core.training.parts.activity import ActivityLog
 from llama_core.training.parts.checkpoint_interval import CheckpointInterval
-from llama_core.training.parts.part import FinishedStep, LoopPart, Progress
+from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Saves(LoopPart):
         run: RunDirectory,
         config: RunConfig,
         num_ranks: int,
-        progress: Progress,
+        progress: RunProgress,
         *,
         checkpointer: Checkpointer,
         engine: Engine,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from llama_core.errors import StoppedError
 from llama_core.parallel.ranks import most_over_ranks
-from llama_core.training.parts.part import LoopPart, Progress
+from llama_core.training.parts.part import LoopPart, RunProgress
 from llama_core.training.reports import Reports
 
 ASKED_TO_STOP = "asked_to_stop"
@@ -20,7 +20,7 @@ class StopRequest(LoopPart):
         reports: takes the answer of this rank.
     """
 
-    def __init__(self, should_stop: Callable[[], bool], progress: Progress, reports: Reports) -> None:
+    def __init__(self, should_stop: Callable[[], bool], progress: RunProgress, reports: Reports) -> None:
         self.should_stop = should_stop
         self._progress = progress
         self._report = reports.declare(ASKED_TO_STOP, "max", recorded=False)
