@@ -27,6 +27,16 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from llama_core.config.model_types import (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    ModelType,
+    stated_by_none,
+)
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_names
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling, yarn_amplitude
 from llama_core.config.strategy import MoE
@@ -149,7 +159,7 @@ def config_json(
         eos_id: the token that ends a text, or all that do; None if unknown.
 
     Raises:
-        ConfigError: if transformers has no model with these traits.
+        ConfigError: if transformers has no model with these traits, naming them.
     """
     kind = _kind_of(spec)
     scaling = None
@@ -158,7 +168,7 @@ def config_json(
         scaling = {_ROPE_KEYS.get(name, name): value for name, value in given.items()}
     return {
         "architectures": [kind.architecture()],
-        "model_type": kind.type_name(),
+        "model_type": kind.row.name,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -183,16 +193,19 @@ def config_json(
 
 
 def _kind_of(spec: ModelSpec) -> "type[_LlamaJson]":
-    """Return the type of transformers' model with the traits of ``spec``."""
-    traits = {trait for kind in _KINDS.values() for trait in (*kind.always, *kind.sometimes) if getattr(spec, trait)}
-    for kind in _KINDS.values():
-        if kind.always.keys() <= traits <= kind.always.keys() | kind.sometimes:
-            problem = kind.cannot_describe(spec)
-            if problem:
-                raise ConfigError(f"transformers cannot describe {spec.name}: {problem}")
-            return kind
-    names = ", ".join(sorted(traits))
-    raise ConfigError(f"transformers cannot describe {spec.name}: no model there has all of {names}")
+    """Return the kind of file that states every trait of ``spec``.
+
+    Raises:
+        ConfigError: if none does.
+    """
+    kind = _KINDS[spec.model_type.name]
+    unknown = stated_by_none(spec.traits)
+    lacking = unknown or kind.row.lacking(spec.traits)
+    if lacking:
+        named = " or ".join(f"{trait}={spec.traits[trait]}" for trait in sorted(lacking))
+        which = "no model there has" if unknown else f"{kind.architecture()} is the nearest there, and has no"
+        raise ConfigError(f"transformers cannot describe {spec.name}: {which} {named}")
+    return kind
 
 
 def _refuse_other_folders(folder: Path, model: str) -> None:
@@ -356,10 +369,8 @@ def _only_nf4(given: dict[str, Any]) -> dict[str, Any]:
 class _LlamaJson(_Json):
     """The values that a ``config.json`` may have; the text below a key is the error message for any other value."""
 
-    always: ClassVar[dict[str, Any]] = {}
-    """The traits of ``ModelSpec`` that tell these models from Llama."""
-    sometimes: ClassVar[frozenset[str]] = frozenset()
-    """Traits that only some of them have."""
+    row: ClassVar[ModelType] = LLAMA
+    """The traits that these models have: ``traits`` reads them, and ``keys_of`` writes them."""
 
     model_type: Literal["llama"]
     architectures: list[Literal["LlamaForCausalLM"]] = []
@@ -392,12 +403,6 @@ class _LlamaJson(_Json):
     """is not a mapping of keys to values"""
 
     @classmethod
-    def type_name(cls) -> str:
-        """Return the ``model_type`` of these models."""
-        (name,) = get_args(cls.model_fields["model_type"].annotation)
-        return str(name)
-
-    @classmethod
     def architecture(cls) -> str:
         """Return the name of transformers' class for these models."""
         (names,) = get_args(cls.model_fields["architectures"].annotation)
@@ -408,15 +413,10 @@ class _LlamaJson(_Json):
         """Return the keys that describe a model's traits."""
         return {"attention_bias": False, "mlp_bias": False}
 
-    @classmethod
-    def cannot_describe(cls, spec: ModelSpec) -> str:
-        """Return what these models lack that a model with their traits has; empty if nothing."""
-        return ""
-
     @property
     def traits(self) -> dict[str, Any]:
         """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
-        return {name: value for name, value in self.always.items() if name != "moe"}
+        return {name: value for name, value in self.row.always.items() if name != "moe"}
 
     @property
     def moe(self) -> MoE | None:
@@ -511,8 +511,7 @@ class _LlamaJson(_Json):
 class _MixtralJson(_LlamaJson):
     """The same for a mixture of experts, with the defaults of transformers' ``MixtralConfig``."""
 
-    always = {"moe": True}
-    sometimes = frozenset({"sliding_window"})
+    row = MIXTRAL
 
     model_type: Literal["mixtral"]  # type: ignore[assignment]
     architectures: list[Literal["MixtralForCausalLM"]] = []  # type: ignore[assignment]
@@ -551,14 +550,6 @@ class _MixtralJson(_LlamaJson):
             "sliding_window": spec.sliding_window or None,
         }
 
-    @classmethod
-    def cannot_describe(cls, spec: ModelSpec) -> str:
-        """Return what these models lack that a model with their traits has; empty if nothing."""
-        assert spec.moe is not None
-        if spec.num_sparse_layers == spec.num_layers and spec.moe.gate_softmax == "chosen":
-            return ""
-        return "Mixtral has experts in every layer (moe_layers) and gates over the chosen ones (gate_softmax=chosen)"
-
     @property
     def traits(self) -> dict[str, Any]:
         """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
@@ -568,7 +559,7 @@ class _MixtralJson(_LlamaJson):
 class _MistralJson(_LlamaJson):
     """The same with a window in every layer, with the defaults of transformers' ``MistralConfig``."""
 
-    sometimes = frozenset({"sliding_window"})
+    row = MISTRAL
 
     model_type: Literal["mistral"]  # type: ignore[assignment]
     architectures: list[Literal["MistralForCausalLM"]] = []  # type: ignore[assignment]
@@ -590,8 +581,6 @@ class _MistralJson(_LlamaJson):
 
 class _QwenJson(_LlamaJson):
     """What the types of Qwen share: a window in some layers, which has to be switched on."""
-
-    sometimes = frozenset({"sliding_window", "windowed_layers"})
 
     num_key_value_heads: _Size | None = 32
     max_position_embeddings: Annotated[int, Field(ge=2)] = 32_768
@@ -646,7 +635,7 @@ class _QwenJson(_LlamaJson):
 class _Qwen2Json(_QwenJson):
     """The same with biases of queries, keys and values, with the defaults of transformers' ``Qwen2Config``."""
 
-    always = {"qkv_bias": True}
+    row = QWEN2
 
     model_type: Literal["qwen2"]  # type: ignore[assignment]
     architectures: list[Literal["Qwen2ForCausalLM"]] = []  # type: ignore[assignment]
@@ -656,7 +645,7 @@ class _Qwen2Json(_QwenJson):
 class _Qwen3Json(_QwenJson):
     """The same with norms of queries and keys, with the defaults of transformers' ``Qwen3Config``."""
 
-    always = {"qk_norm": True}
+    row = QWEN3
 
     model_type: Literal["qwen3"]  # type: ignore[assignment]
     architectures: list[Literal["Qwen3ForCausalLM"]] = []  # type: ignore[assignment]
@@ -672,8 +661,7 @@ class _Qwen3Json(_QwenJson):
 class _Qwen3MoeJson(_QwenJson):
     """The same for a mixture of experts, with the defaults of transformers' ``Qwen3MoeConfig``."""
 
-    always = {"qk_norm": True, "moe": True}
-    sometimes = frozenset({"sliding_window"})
+    row = QWEN3_MOE
 
     model_type: Literal["qwen3_moe"]  # type: ignore[assignment]
     architectures: list[Literal["Qwen3MoeForCausalLM"]] = []  # type: ignore[assignment]
@@ -726,12 +714,6 @@ class _Qwen3MoeJson(_QwenJson):
             "mlp_only_layers": [],
         }
 
-    @classmethod
-    def cannot_describe(cls, spec: ModelSpec) -> str:
-        """Return what these models lack that a model with their traits has; empty if nothing."""
-        in_every_layer = spec.num_sparse_layers == spec.num_layers
-        return "" if in_every_layer else "a Qwen3 with experts has them in every layer (moe_layers)"
-
 
 def _balance_loss_coefficient(config: _MixtralJson | _Qwen3MoeJson) -> float:
     """Return the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
@@ -749,7 +731,7 @@ def _router_aux_loss_coef(spec: ModelSpec) -> float:
 
 
 _KINDS: dict[str, type[_LlamaJson]] = {
-    kind.type_name(): kind for kind in (_LlamaJson, _MixtralJson, _MistralJson, _Qwen2Json, _Qwen3Json, _Qwen3MoeJson)
+    kind.row.name: kind for kind in (_LlamaJson, _MixtralJson, _MistralJson, _Qwen2Json, _Qwen3Json, _Qwen3MoeJson)
 }
 """The types of models that can be read and written, by ``model_type``."""
 

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.config import nf4
+from llama_core.config.model_types import LLAMA, NO_TRAITS, STATED_BY_ALL, ModelType, nearest_type
 from llama_core.config.rope import Llama3Scaling, RopeScaling
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError, did_you_mean
@@ -56,8 +57,6 @@ _IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_
 _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
 _ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
 _OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
-_IN_QWEN = {"block_sparse_moe": "mlp", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-"""What Qwen3's mixtures call a part that Mixtral calls otherwise."""
 DIVIDED_INPUTS = frozenset(
     weight.theirs.split(".")[-2]
     for weight in (EMBEDDING_WEIGHT, *_ATTENTION, *_FEED_FORWARD)
@@ -107,13 +106,24 @@ def _in_layer(name: str) -> str:
     return name.split(".", 2)[-1]
 
 
-def hugging_face_name(name: str) -> str:
+def hugging_face_name(name: str, model_type: ModelType = LLAMA) -> str:
     """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``.
 
     For a tensor of experts, it has ``{}`` in place of the expert's number.
+
+    Args:
+        name: our name.
+        model_type: the type of the model; it may be left out for adapted matrices, which all types call the same.
     """
     theirs = weight_of(name).theirs
-    return theirs if name in _OUTSIDE_LAYERS else f"model.layers.{name.split('.')[1]}.{theirs}"
+    if name in _OUTSIDE_LAYERS:
+        return theirs
+    return f"model.layers.{name.split('.')[1]}.{model_type.names.get(_in_layer(name), theirs)}"
+
+
+def name_in_layer(weight: str, model_type: ModelType) -> str:
+    """Return Hugging Face's name for a weight of a layer, such as ``'feed_forward.router.weight'``, inside the layer."""
+    return model_type.names.get(weight, _IN_LAYERS[weight].theirs)
 
 
 def matrix_name(path: str) -> str:
@@ -127,17 +137,9 @@ def part_name(name: str) -> str:
     return theirs.removeprefix("self_attn.").removeprefix("mlp.")
 
 
-def name_in_mixture(name: str, spec: "ModelSpec") -> str:
-    """Return the name that a model's files have for what Mixtral's files call ``name``."""
-    if spec.moe is not None and spec.qk_norm:
-        for theirs, of_qwen in _IN_QWEN.items():
-            name = name.replace(theirs, of_qwen)
-    return name
-
-
 def matches(name: str, pattern: str, spec: "ModelSpec") -> bool:
     """Return whether a glob pattern matches our name or Hugging Face's of a parameter, with or without ``.weight``."""
-    names = (name, name_in_mixture(hugging_face_name(name), spec))
+    names = (name, hugging_face_name(name, spec.model_type))
     return any(fnmatchcase(one, pattern) or fnmatchcase(one.removesuffix(".weight"), pattern) for one in names)
 
 
@@ -226,6 +228,30 @@ class ModelSpec:
             problems.append("architecture.windowed_layers needs architecture.sliding_window: how many tokens they see")
         if problems:
             raise ConfigError(*problems)
+
+    @cached_property
+    def traits(self) -> dict[str, Any]:
+        """How it differs from a plain Llama of its sizes: traits that types of models have, and their values.
+
+        A setting of experts is a trait of its own, such as ``moe.num_experts``; which layers have them is one unless all
+        do.
+        """
+        traits = {
+            trait.name: getattr(self, trait.name)
+            for trait in fields(self)
+            if trait.name not in STATED_BY_ALL and getattr(self, trait.name) != trait.default
+        }
+        if self.moe is not None:
+            traits["moe"] = True
+            in_all = {"moe_layers"} if self.num_sparse_layers == self.num_layers else set()
+            settings = self.moe.model_dump(exclude_defaults=True, exclude=in_all)
+            traits |= {f"moe.{key}": value for key, value in settings.items()}
+        return {trait: value for trait, value in traits.items() if trait not in NO_TRAITS}
+
+    @cached_property
+    def model_type(self) -> ModelType:
+        """The type of transformers' models that has these traits or, if none has all, most of them."""
+        return nearest_type(self.traits)
 
     @property
     def divided_by_tp(self) -> dict[str, int]:

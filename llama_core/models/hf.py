@@ -6,7 +6,7 @@ hold the matrices of each expert apart, which are one tensor here.
 
 from collections.abc import Callable, Mapping
 
-from llama_core.config.models import ModelSpec, hugging_face_name, name_in_mixture
+from llama_core.config.models import ModelSpec, hugging_face_name
 from llama_core.errors import WeightsError
 
 HEAD = "lm_head.weight"
@@ -14,7 +14,7 @@ HEAD = "lm_head.weight"
 
 def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
     """Return the names of the matrices that Hugging Face stores for our parameter: one, or one for each expert."""
-    template = name_in_mixture(hugging_face_name(name), spec)
+    template = hugging_face_name(name, spec.model_type)
     num_experts = spec.moe.num_experts if spec.moe and "{}" in template else 1
     return tuple(template.format(expert) for expert in range(num_experts))
 
@@ -27,7 +27,7 @@ def dense_name(name: str) -> str:
 def hugging_face_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight that Hugging Face stores for a model, by its names."""
     return {
-        name: shape[1:] if "{}" in hugging_face_name(ours) else shape
+        name: shape[1:] if "{}" in hugging_face_name(ours, spec.model_type) else shape
         for ours, shape in spec.parameter_shapes.items()
         for name in hugging_face_names(ours, spec)
     }

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 from llama_core.config.hugging_face import read_folder
-from llama_core.config.models import ModelSpec, hugging_face_name, name_in_mixture
+from llama_core.config.models import ModelSpec, hugging_face_name
 from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
@@ -317,7 +317,7 @@ def where_stored(name: str, spec: ModelSpec, source: Path) -> str:
     stored = hugging_face_weights(stored_model(spec, origin), holder)
     tensors = stored[name if name in stored else dense_name(name)]
     files = ", ".join(sorted({tensor.file.name for tensor in tensors}))
-    return f"{name_in_mixture(hugging_face_name(name), spec).format('*')} in {holder / files}"
+    return f"{hugging_face_name(name, spec.model_type).format('*')} in {holder / files}"
 
 
 def saved_run(checkpoint: Path) -> RunConfig:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama_core.config.models import ModelSpec, name_in_mixture
+from llama_core.config.models import ModelSpec, name_in_layer
 from llama_core.errors import WeightsError
 from llama_core.records.files import DAMAGE, open_file, read_file
 
@@ -133,15 +133,15 @@ def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".mlp.")
         if part == "gate.weight":
-            cut[name_in_mixture(f"{layer}.block_sparse_moe.gate.weight", spec)] = tensor
+            cut[f"{layer}.{name_in_layer('feed_forward.router.weight', spec.model_type)}"] = tensor
         elif part in _STACKED and len(tensor.shape) == 3 and tensor.dtype in FLOAT_BYTES:
             num_experts, rows, columns = tensor.shape
             matrices = [(expert, matrix) for expert in range(num_experts) for matrix in _STACKED[part]]
             shape = (rows // len(_STACKED[part]), columns)
             for place, (expert, matrix) in enumerate(matrices):
                 start = tensor.start + place * math.prod(shape) * FLOAT_BYTES[tensor.dtype]
-                path = f"{layer}.block_sparse_moe.experts.{expert}.{matrix}.weight"
-                cut[name_in_mixture(path, spec)] = replace(tensor, shape=shape, start=start)
+                theirs = name_in_layer(f"feed_forward.experts.{matrix}.weight", spec.model_type)
+                cut[f"{layer}.{theirs.format(expert)}"] = replace(tensor, shape=shape, start=start)
         else:
             cut[name] = tensor
     return cut

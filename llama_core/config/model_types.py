@@ -1,0 +1,100 @@
+"""The types of models that transformers has, one row each: how they differ from a Llama, and what files call a weight.
+
+A trait is a field of ``ModelSpec`` that has another value than a plain Llama's; of experts, each setting is one too. A
+model is written as the type that states all its traits. A trait that no row states keeps a model from being exported,
+so a new field of ``ModelSpec`` belongs into one of these tables.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+STATED_BY_ALL = frozenset(
+    {
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "ffn_size",
+        "vocab_size",
+        "rope_theta",
+        "norm_eps",
+        "max_context",
+        "tied_embeddings",
+        "rope_scaling",
+    }
+)
+"""The fields of ``ModelSpec`` that the configuration of every type states, whatever their value."""
+
+NO_TRAITS: Mapping[str, str] = {
+    "name": "what people call it",
+    "family": "which chat template belongs to it",
+    "default_seq_len": "how long the sequences of a training are",
+    "instruct": "the tokenizer's chat template says so",
+    "lora": "adapters are merged, or written to a folder of their own",
+    "trainable": "which weights are trained",
+    "base": "how fast they are trained, and how they begin",
+    "moe.z_loss_coefficient": "what is added to the loss of a training",
+}
+"""Those that do not change what its weights compute, with what they are instead."""
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A type of models in transformers."""
+
+    name: str
+    """Its ``model_type``."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """The traits that all of them have, with their values; ``moe`` is True."""
+    sometimes: frozenset[str] = frozenset()
+    """The traits that some of them have, which their configuration states."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What its files call a weight that has another name in its row (``Weight.theirs``), by our name in a layer."""
+
+    def fits(self, traits: Mapping[str, Any]) -> bool:
+        """Return whether a model with these traits has all that these models always have."""
+        return all(traits.get(trait) == value for trait, value in self.always.items())
+
+    def lacking(self, traits: Mapping[str, Any]) -> frozenset[str]:
+        """Return those of a model's traits that the configuration of these models does not state."""
+        return frozenset(
+            trait for trait, value in traits.items() if trait not in self.sometimes and self.always.get(trait) != value
+        )
+
+
+_SETTINGS_OF_EXPERTS = frozenset({"moe.num_experts", "moe.experts_per_token", "moe.balance_loss_coefficient"})
+
+LLAMA = ModelType("llama")
+MIXTRAL = ModelType("mixtral", always={"moe": True}, sometimes=_SETTINGS_OF_EXPERTS | {"sliding_window"})
+MISTRAL = ModelType("mistral", sometimes=frozenset({"sliding_window"}))
+QWEN2 = ModelType("qwen2", always={"qkv_bias": True}, sometimes=frozenset({"sliding_window", "windowed_layers"}))
+QWEN3 = ModelType("qwen3", always={"qk_norm": True}, sometimes=frozenset({"sliding_window", "windowed_layers"}))
+QWEN3_MOE = ModelType(
+    "qwen3_moe",
+    always={"qk_norm": True, "moe": True},
+    sometimes=_SETTINGS_OF_EXPERTS | {"moe.gate_softmax", "sliding_window"},
+    names={
+        "feed_forward.router.weight": "mlp.gate.weight",
+        "feed_forward.experts.w1.weight": "mlp.experts.{}.gate_proj.weight",
+        "feed_forward.experts.w2.weight": "mlp.experts.{}.down_proj.weight",
+        "feed_forward.experts.w3.weight": "mlp.experts.{}.up_proj.weight",
+    },
+)
+MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
+
+
+def nearest_type(traits: Mapping[str, Any]) -> ModelType:
+    """Return the type that states all these traits or, if none does, the one that most of them mark."""
+
+    def likeness(kind: ModelType) -> tuple[bool, int, int]:
+        lacking = len(kind.lacking(traits))
+        return not lacking, len(kind.always), -lacking
+
+    return max((kind for kind in MODEL_TYPES if kind.fits(traits)), key=likeness)
+
+
+def stated_by_none(traits: Mapping[str, Any]) -> frozenset[str]:
+    """Return those of some traits that no type states."""
+    return frozenset.intersection(*(kind.lacking(traits) for kind in MODEL_TYPES))

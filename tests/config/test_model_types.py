@@ -1,0 +1,148 @@
+"""Every trait that a model can have is stated by the type of transformers' model that it is exported as."""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+
+import pytest
+
+from llama_core.config.hugging_face import config_json, read_folder
+from llama_core.config.model_types import MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
+from llama_core.config.models import BaseShape, ModelSpec, hugging_face_name
+from llama_core.config.rope import Llama3Scaling
+from llama_core.config.strategy import LoRA, MoE
+from llama_core.errors import ConfigError
+
+SPEC = ModelSpec("out", "llama", 64, 2, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 256)
+FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in MoE.model_fields}
+NOT_YET = {"moe.moe_layers": {"moe": MoE(moe_layers=2)}}
+"""The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
+OTHER = {
+    "hidden_size": {"hidden_size": 80},
+    "num_layers": {"num_layers": 4},
+    "num_heads": {"num_heads": 6},
+    "num_kv_heads": {"num_kv_heads": 1},
+    "head_dim": {"head_dim": 32},
+    "ffn_size": {"ffn_size": 80},
+    "vocab_size": {"vocab_size": 130},
+    "rope_theta": {"rope_theta": 2e4},
+    "norm_eps": {"norm_eps": 1e-6},
+    "max_context": {"max_context": 300},
+    "tied_embeddings": {"tied_embeddings": True},
+    "rope_scaling": {"rope_scaling": Llama3Scaling(4.0, 32)},
+    "qkv_bias": {"qkv_bias": True},
+    "qk_norm": {"qk_norm": True},
+    "sliding_window": {"sliding_window": 8},
+    "windowed_layers": {"sliding_window": 8, "windowed_layers": (1,)},
+    "moe": {"moe": MoE()},
+    "moe.num_experts": {"moe": MoE(num_experts=4)},
+    "moe.experts_per_token": {"moe": MoE(experts_per_token=1)},
+    "moe.gate_softmax": {"moe": MoE(gate_softmax="all")},
+    "moe.balance_loss_coefficient": {"moe": MoE(balance_loss_coefficient=0.5)},
+}
+"""Another value than a Llama's of each field, with what it needs."""
+BESIDE = {
+    "name": {"name": "another"},
+    "family": {"family": "llama3"},
+    "default_seq_len": {"default_seq_len": 32},
+    "instruct": {"instruct": True},
+    "lora": {"lora": LoRA()},
+    "trainable": {"lora": LoRA(), "trainable": ("*norm*",)},
+    "base": {"base": BaseShape(32, 2)},
+    "moe.z_loss_coefficient": {"moe": MoE(z_loss_coefficient=0.5)},
+}
+"""The same of the fields that are no traits."""
+
+
+def stated(kind):
+    return {*STATED_BY_ALL, *kind.always, *kind.sometimes}
+
+
+def test_every_field_of_a_model_is_stated_by_some_type_or_is_no_trait_for_a_reason():
+    by_some = set().union(*map(stated, MODEL_TYPES))
+    assert FIELDS - by_some - NOT_YET.keys() == NO_TRAITS.keys(), "a field belongs into config/model_types.py"
+    assert by_some <= FIELDS
+    assert not by_some & NOT_YET.keys()
+    assert (OTHER.keys(), BESIDE.keys()) == (by_some, NO_TRAITS.keys()), "this test needs a value of each field"
+
+
+def marked(kind):
+    """Return the changes that make a model one of a kind."""
+    changes = {}
+    for trait in kind.always:
+        changes |= OTHER[trait]
+    return changes
+
+
+def read_back(spec, folder):
+    written = config_json(spec)
+    (folder / "out").mkdir()
+    (folder / "out/config.json").write_text(json.dumps(written))
+    return written["model_type"], read_folder(str(folder / "out"))
+
+
+EACH = [pytest.param(kind, trait, id=f"{kind.name}-{trait}") for kind in MODEL_TYPES for trait in sorted(stated(kind))]
+
+
+@pytest.mark.parametrize(("kind", "trait"), EACH)
+def test_a_model_comes_back_from_its_configuration_with_each_trait_that_its_type_states(kind, trait, tmp_path):
+    spec = replace(SPEC, **marked(kind) | OTHER[trait])
+    assert kind.lacking(spec.traits) == frozenset()
+    name, read = read_back(spec, tmp_path)
+    assert replace(read, default_seq_len=SPEC.default_seq_len) == spec
+    assert kind.fits(read.traits)
+    assert name == spec.model_type.name
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES[1:], ids=lambda kind: kind.name)
+def test_a_model_is_of_the_type_whose_traits_it_has(kind):
+    traits = kind.always or dict.fromkeys(kind.sometimes)
+    changes = {}
+    for trait in traits:
+        changes |= OTHER[trait]
+    assert replace(SPEC, **changes).model_type == kind
+
+
+@pytest.mark.parametrize("trait", BESIDE)
+def test_what_is_no_trait_changes_no_key_of_the_configuration(trait):
+    plain = replace(SPEC, moe=MoE()) if trait.startswith("moe.") else SPEC
+    assert config_json(replace(SPEC, **BESIDE[trait])) == config_json(plain)
+
+
+def refusal(spec):
+    with pytest.raises(ConfigError) as refused:
+        config_json(spec)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("trait", NOT_YET)
+def test_a_trait_that_no_type_states_yet_keeps_a_model_from_being_exported(trait):
+    assert f"no model there has {trait}=" in refusal(replace(SPEC, **NOT_YET[trait]))
+
+
+@dataclass(frozen=True)
+class NewerSpec(ModelSpec):
+    """A model with two fields that no table knows."""
+
+    post_norm: bool = False
+    depth_of_router: int = field(kw_only=True)
+
+
+def newer(**changes):
+    given = {trait.name: getattr(SPEC, trait.name) for trait in fields(SPEC)}
+    return NewerSpec(**given | changes)
+
+
+def test_a_new_field_keeps_every_model_with_another_value_from_being_exported():
+    assert refusal(newer(depth_of_router=1)).endswith("out: no model there has depth_of_router=1")
+    both = "no model there has depth_of_router=1 or post_norm=True"
+    assert refusal(newer(depth_of_router=1, post_norm=True, qk_norm=True)).endswith(both)
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES, ids=lambda kind: kind.name)
+def test_a_type_names_weights_that_its_models_have(kind):
+    spec = replace(SPEC, **marked(kind))
+    renamed = {f"layers.0.{name}" for name in kind.names}
+    assert renamed <= spec.parameter_shapes.keys()
+    theirs = [hugging_face_name(name, kind) for name in spec.parameter_shapes]
+    assert len(set(theirs)) == len(theirs)
