@@ -81,8 +81,7 @@ class Layer(ModelProgram):
         size = Size(hidden * moe.num_experts, self.weight_itemsize)
         router = self.weight(size, is_trained=True, is_partial=self.setting.tp > 1)
         logits = self.product(self.cast(whole, FP32_BYTES), router, moe.num_experts)
-        best, chosen = self.add_operation("top", [logits], Size(copies, FP32_BYTES), Size(copies, INT64_BYTES))
-        gates = self.result("softmax", [best], self.sizes[best])
+        chosen, gates = self.choose_experts(logits, copies, moe)
         sums = self.result("log_sum_exp", [logits], Size(self.tokens, FP32_BYTES))
         log_probabilities = self.result("add", [logits, sums], self.sizes[logits])
         probabilities = self.result("exp", [log_probabilities], self.sizes[logits])
@@ -99,6 +98,16 @@ class Layer(ModelProgram):
         out = self.scatter(out)
         self.end(x, whole)
         return out
+
+    def choose_experts(self, logits: int, copies: int, moe: MoE) -> tuple[int, int]:
+        """Return the experts of every token, and their gates."""
+        size = Size(copies, FP32_BYTES)
+        if moe.gate_softmax == "chosen":
+            best, chosen = self.add_operation("top", [logits], size, Size(copies, INT64_BYTES))
+            return chosen, self.result("softmax", [best], size)
+        _, chosen = self.add_operation("decide", [logits], size, Size(copies, INT64_BYTES))
+        of_all = self.result("softmax", [logits], self.sizes[logits])
+        return chosen, self.result("pick", [of_all, chosen], size)
 
     def run_experts(self, tokens: int, copies: int, moe: MoE) -> int:
         """Send sorted tokens through their experts, on this rank or on others."""

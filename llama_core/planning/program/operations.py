@@ -54,6 +54,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "dropout": ((SECOND_OUTPUT,),),  # its mask
     "top": ((SECOND_OUTPUT,),),  # which were the largest
     "rearrange": ((1,), ()),
+    "pick": ((1,), ()),
 }
 """For each input of an operation, the tensors that autograd saves to compute its gradient.
 
