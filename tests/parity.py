@@ -7,6 +7,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 import torch.distributed as dist
+from architectures import with_every_trait
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -41,20 +42,19 @@ SPARSE = replace(
     moe=MoE(num_experts=4, moe_layers=2, balance_loss_coefficient=0.5, z_loss_coefficient=0.05),
 )
 ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
-RELATIVE = replace(
-    UNTIED,
-    head_dim=12,
-    qkv_bias=True,
-    qk_norm=True,
-    sliding_window=5,
-    windowed_layers=(0, 2),
-    rope_scaling=YarnScaling(4.0, 8),
+RELATIVE, OTHER_RELATIVE = (
+    replace(
+        with_every_trait(UNTIED, turn, sliding_window=5, windowed_layers=(0, 2)),
+        head_dim=12,
+        rope_scaling=YarnScaling(4.0, 8),
+    )
+    for turn in (0, 1)
 )
-"""A Llama with every trait of its relatives."""
+"""Llamas with every trait of the relatives, and with other values of those that have several."""
 ADAPTED_RELATIVE = replace(
     RELATIVE, lora=LoRA(lora_rank=4, target_modules=MATRICES), trainable=("layers.2.attention.*",)
 )
-SPARSE_RELATIVE = replace(RELATIVE, moe=MoE(num_experts=4, gate_softmax="all"))
+SPARSE_RELATIVE = replace(OTHER_RELATIVE, moe=MoE(num_experts=4, gate_softmax="all"))
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
 PRINCIPAL = replace(UNTIED, lora=LoRA(lora_rank=4, rslora=True, initial_values="pissa", target_modules=MATRICES))
 PACKED = replace(

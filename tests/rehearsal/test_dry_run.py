@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from architectures import NUM_TURNS, with_every_trait
 from distributed import run_ranks
 from tiers import nightly
 
@@ -32,17 +33,17 @@ MEDIUM = ModelSpec("medium", "llama3", 512, 4, 8, 4, 64, 1536, 8192, 1e4, 1e-5, 
 MEDIUM_TIED = replace(MEDIUM, name="medium_tied", vocab_size=24576, tied_embeddings=True)
 EVEN = replace(MEDIUM, name="even", vocab_size=64)
 MANY_HEADS = replace(MEDIUM, name="many_heads", num_kv_heads=8, default_seq_len=4096, vocab_size=512)
-RELATIVE = replace(
-    MEDIUM,
-    name="relative",
-    head_dim=48,
-    qkv_bias=True,
-    qk_norm=True,
-    sliding_window=100,
-    windowed_layers=(1, 2),
-    rope_scaling=YarnScaling(4.0, 128),
-)
-"""A Llama with every trait of its relatives."""
+RELATIVES = [
+    replace(
+        with_every_trait(MEDIUM, turn, windowed_layers=(1, 2)),
+        name=f"relative{turn}",
+        head_dim=48,
+        rope_scaling=YarnScaling(4.0, 128),
+    )
+    for turn in range(NUM_TURNS)
+]
+"""Llamas with every trait of the relatives, one for each value."""
+RELATIVE = RELATIVES[0]
 WIDE_VOCABULARY = ModelSpec("wide_vocabulary", "llama3", 256, 3, 4, 1, 64, 512, 32000, 1e4, 1e-5, 4096, 128)
 
 WIDE_TIED = replace(WIDE_VOCABULARY, name="wide_tied", num_layers=4, tied_embeddings=True)
@@ -50,7 +51,7 @@ WIDE_TIED = replace(WIDE_VOCABULARY, name="wide_tied", num_layers=4, tied_embedd
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch):
-    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, MANY_HEADS, RELATIVE, WIDE_VOCABULARY, WIDE_TIED):
+    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, MANY_HEADS, *RELATIVES, WIDE_VOCABULARY, WIDE_TIED):
         monkeypatch.setitem(models._REGISTRY, spec.name, spec)
 
 
@@ -72,7 +73,7 @@ def rehearsed_and_estimated(config):
 
 
 SMALL_CASES = list(
-    product(("tied", "untied", "wide_vocabulary", "relative"), ("bf16", "fp32"), (shape(4), shape(2, 2, "full")))
+    product(("tied", "untied", "wide_vocabulary", RELATIVE.name), ("bf16", "fp32"), (shape(4), shape(2, 2, "full")))
 )
 
 
@@ -175,7 +176,7 @@ def test_layers_with_a_window_and_layers_without_have_a_mask_each():
     held = [
         [
             profile.phases["forward"]["activations"]
-            for profile in rehearsed_and_estimated(request("relative", *windowed))
+            for profile in rehearsed_and_estimated(request(RELATIVE.name, *windowed))
         ]
         for windowed in (["architecture.windowed_layers=[1, 2]"], ["architecture.windowed_layers=[]"])
     ]
@@ -262,10 +263,10 @@ CASES = [
     *(nightly("many_heads", KERNEL, name) for name in ("cp2", "tp2 cp2 zero3 selective")),
     ("medium", CUDA, "compiled tp2 selective"),
     *(nightly("medium", CUDA, name) for name in PLANS if name != "compiled tp2 selective"),
-    nightly("relative", CUDA, "compiled tp2 selective"),
-    *(nightly("relative", CUDA, name) for name in ("tp2", "cp2", "zero3 full", "zbv")),
-    *(nightly("relative", PRECISE, name) for name in ("tp2", "cp2", "1f1b partly full")),
-    nightly("relative", KERNEL, "tp2 cp2 zero3 selective"),
+    nightly(RELATIVE.name, CUDA, "compiled tp2 selective"),
+    *(nightly(RELATIVE.name, CUDA, name) for name in ("tp2", "cp2", "zero3 full", "zbv")),
+    *(nightly(RELATIVE.name, PRECISE, name) for name in ("tp2", "cp2", "1f1b partly full")),
+    nightly(RELATIVE.name, KERNEL, "tp2 cp2 zero3 selective"),
     ("medium", PRECISE, "tp2"),
     nightly("medium", PRECISE, "cp2"),
     *(nightly("medium_tied", HALF, name) for name in ("zero3", "chimera", "chimera once zero1")),
@@ -420,9 +421,9 @@ def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
         nightly("medium", ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=6), HALF),
         ("medium", pipeline("interleaved", num_chunks=2, dp_shard=2, zero_stage=3), HALF),
         nightly("medium", pipeline("chimera", num_microbatches=8), HALF),
-        ("relative", ParallelPlan(tp=2, num_microbatches=2), HALF),
-        nightly("relative", ParallelPlan(tp=2, sequence_parallel=False), HALF),
-        nightly("relative", ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
+        *((spec.name, ParallelPlan(tp=2, num_microbatches=2), HALF) for spec in RELATIVES),
+        nightly(RELATIVE.name, ParallelPlan(tp=2, sequence_parallel=False), HALF),
+        nightly(RELATIVE.name, ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
     ],
     ids=lambda value: (
         value.summary() if isinstance(value, ParallelPlan) else value if isinstance(value, str) else value[-1]

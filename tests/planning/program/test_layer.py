@@ -4,13 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
+from architectures import alone, check_table, drawn_block, each_alone
 from blocks import counted
 from tiers import nightly
 from toy_adapter import FACTORS
 
 from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
 from llama_core.config.models import model_spec
-from llama_core.config.strategy import MATRICES, LoRA, MoE
+from llama_core.config.strategy import LoRA, MoE
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.layer import Layer
 from llama_core.planning.program.operations import FP32_BYTES
@@ -18,39 +19,14 @@ from llama_core.planning.program.passes import Passes
 from llama_core.planning.program.setting import Setting
 from llama_core.planning.work import Work
 
-MODELS = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
-TRAINED_BESIDE = (
-    "*ffn_norm*",
-    "*attention_norm*",
-    "*q_norm*",
-    "*k_norm*",
-    "*.wq.*",
-    "*.wv.*",
-    "*.wo.*",
-    "*.w1.*",
-    "*.w2.*",
-    "*.w3.*",
-)
 
-
-def drawn(seed, *, moe=False, math=False, method=None, base="plain"):
+def drawn(seed, *, moe=False, math=False, method=None, base=None):
     """Return a random layer: a model of it, its setting, what is recomputed, and whether its input has a gradient.
 
     With a ``method``, it has adapters of that kind; with a ``base``, LoRA over matrices held so.
     """
     draw = random.Random(seed)
-    spec = replace(model_spec(draw.choice(MODELS)), num_layers=1)
-    if moe:
-        spec = replace(spec, moe=MoE(num_experts=draw.choice([4, 8]), experts_per_token=draw.choice([1, 2])))
-    spec = replace(spec, **drawn_traits(random.Random(seed)))
-    if draw.random() < 0.5 or method or base != "plain":
-        targets = tuple(draw.sample(MATRICES, draw.randint(1, 7)))
-        trained = tuple(draw.sample(TRAINED_BESIDE, draw.choice([0, 0, 1, 2])))
-        lora = LoRA(lora_rank=16, lora_dropout=draw.choice([0.0, 0.1]), target_modules=targets, base=base)
-        if method:
-            taken = {key: getattr(lora, key) for key in ADAPTERS[method].keys}
-            lora = LoRA(method=method, target_modules=targets, **taken)
-        spec = replace(spec, lora=lora, trainable=trained)
+    spec = drawn_block(draw, moe=moe, method=method, base=base)
     mode = draw.choice(["none", "selective", "full"])
     plan = ParallelPlan(
         microbatch_size=draw.choice([1, 2]),
@@ -65,15 +41,6 @@ def drawn(seed, *, moe=False, math=False, method=None, base="plain"):
     work = Work(spec, plan, seq_len, precision, documents, on_cuda=draw.random() < 0.5)
     follows_trained = spec.lora is None or draw.random() < 0.7
     return spec, work.setting, mode, follows_trained
-
-
-def drawn_traits(draw):
-    return {
-        "qkv_bias": draw.random() < 0.5,
-        "qk_norm": draw.random() < 0.5,
-        "sliding_window": draw.choice([0, 100]),
-        "head_dim": draw.choice([64, 96]),
-    }
 
 
 def assert_equal(passes, mode, real, *, uncounted=0, peaks=1e-3):
@@ -101,6 +68,17 @@ def check(layer, **tolerances):
     real = counted(spec, setting, mode=mode, follows_trained=follows_trained)
     passes = Passes(Layer(spec, spec.layers[0], setting), follows_trained=follows_trained)
     assert_equal(passes, mode, real, **tolerances)
+
+
+def test_the_table_of_fields_lacks_none_of_a_model():
+    check_table()
+
+
+@pytest.mark.parametrize(("path", "value"), each_alone(), ids=str)
+def test_a_program_follows_every_field_of_a_model_alone(path, value):
+    spec = alone(path, value)
+    setting = Setting(rows=1, seq_len=128, itemsize=2, documents="mask" if spec.sliding_window else "none")
+    check((spec, setting, "none", True), uncounted=128)
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(nightly(seed) for seed in range(8, 160))])
