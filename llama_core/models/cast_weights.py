@@ -92,7 +92,7 @@ class _MakesGroupedGradients(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - autograd passes them by position
         ctx: Any, x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor, take: Take
     ) -> Tensor:
-        ctx.save_for_backward(x_RI, weight_EOI, cast_EOI, ends_E)
+        ctx.save_for_backward(x_RI, weight_EOI, cast_EOI if ctx.needs_input_grad[0] else None, ends_E)
         ctx.take = take
         return x_RI.new_empty(()).expand(x_RI.shape[0], weight_EOI.shape[1])
 
@@ -101,7 +101,9 @@ class _MakesGroupedGradients(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_RI, weight_EOI, cast_EOI, ends_E = ctx.saved_tensors
         grad_RO = grad.contiguous()
-        grad_x = grouped_product(grad_RO, _narrow(weight_EOI, cast_EOI, x_RI), ends_E)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_product(grad_RO, _narrow(weight_EOI, cast_EOI, x_RI), ends_E)
         gradient = partial(_grouped_gradient, grad_RO, x_RI, ends_E, weight_EOI.dtype)
         return grad_x, ctx.take(weight_EOI, gradient), None, None, None
 

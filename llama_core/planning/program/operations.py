@@ -30,7 +30,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "add_product": ((), (2,), (1,)),  # of the tensor that is added to, of x, and of a weight
     "grouped_product": ((0, 1), (0, 1)),  # a custom operator saves all its inputs, whatever its backward reads
     "cast_product": ((2,), (0,), ()),  # of x, of a weight, and of its copy in the dtype of x
-    "cast_grouped_product": ((0, 2), (0, 2), ()),
+    "cast_grouped_product": ((2,), (0,), ()),
     "multiply": ((1,), (0,)),
     "silu": ((0,),),
     "swiglu": ((0, 1), (0,)),
