@@ -68,12 +68,16 @@ class ModelProgram(Program):
         weight = self.cast(self.vector(width, is_trained=is_trained, is_partial=is_partial), self.itemsize)
         scales = Size(self.sizes[x].elements // width, FP32_BYTES)
         if self.setting.fuses_norms:
-            return self.result("fused_norm", [x, weight], self.sizes[x], scales)
+            out = self.result("fused_norm", [x, weight], self.sizes[x], scales)
+            self.end(x)
+            return out
         wide = self.cast(x, FP32_BYTES)
         squares = self.num_bytes[wide]
         scale = self.result("inverse_rms", [wide], scales, workspace=BothWays(squares, 3 * squares))
         normalised = self.result("multiply", [wide, scale], self.sizes[wide])
-        return self.cast(self.result("multiply", [normalised, weight], self.sizes[wide]), self.itemsize)
+        out = self.cast(self.result("multiply", [normalised, weight], self.sizes[wide]), self.itemsize)
+        self.end(x, wide, scale)  # torch's function holds its own too
+        return out
 
     def vector(self, length: int, *, is_trained: bool, is_partial: bool = False) -> int:
         """Return a weight that is no matrix: that of a norm, or a bias."""
