@@ -37,7 +37,7 @@ from llama_core.weights import INPUTS, OUTPUTS, Division, Weight
 
 def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Return how each module of ``model`` is divided, by name: one with a weight as the weight's row says."""
-    stream = Shard(1) if sequence_parallel else Replicate()
+    stream = _stream(sequence_parallel=sequence_parallel)
     kind = model.spec.lora.kind if model.spec.lora else None
     adapter = kind.weights if kind else ()
     of_weights: dict[Division, ParallelStyle] = {
@@ -45,7 +45,8 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         "outputs": Columns(adapter),
         "inputs": Rows(stream, adapter),
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
-        "stream": SequenceParallel() if sequence_parallel else Replicated(),
+        # plain tensors again: whatever consumes them says how it wants them
+        "stream": SequenceParallel(use_local_output=True) if sequence_parallel else Replicated(),
     }
     of_modules = {
         Attention: PrepareModuleInput(
@@ -61,6 +62,11 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         if module in modules and not is_of_experts(name):  # a mixture divides its own
             styles[module] = of_weights[weight_of(name).divided]
     return styles
+
+
+def _stream(*, sequence_parallel: bool) -> Placement:
+    """Return how the residual stream is divided, and all that is computed from its tokens alone."""
+    return Shard(1) if sequence_parallel else Replicate()
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
@@ -84,7 +90,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
             raise NotImplementedError(f"{name} is not divided: it has no row among the weights in config/models.py")
         parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
-    model.head_inputs = partial(_divided_head, mesh)
+    model.head_inputs = partial(_divided_head, mesh, _stream(sequence_parallel=sequence_parallel))
 
 
 class Columns(ColwiseParallel):
@@ -180,7 +186,7 @@ class RoutedAlike(ParallelStyle):
         )
 
     def _gathered(self, _: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Tensor:
-        stream = inputs[0] if isinstance(inputs[0], DTensor) else DTensor.from_local(inputs[0], mesh, [self.stream])
+        stream = DTensor.from_local(inputs[0], mesh, [self.stream])
         return local_part(stream.redistribute(placements=[Replicate()]), Partial())
 
     def _summed(self, _: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -236,9 +242,8 @@ def _summed(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, stream: Place
     return whole_BSD
 
 
-def _divided_head(mesh: DeviceMesh, x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:
-    whole_BSD = x_BSD if isinstance(x_BSD, DTensor) else DTensor.from_local(x_BSD, mesh, [Replicate()])
-    whole_BSD = whole_BSD.redistribute(placements=[Replicate()])
+def _divided_head(mesh: DeviceMesh, stream: Placement, x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:
+    whole_BSD = DTensor.from_local(x_BSD, mesh, [stream]).redistribute(placements=[Replicate()])
     # a rank's gradient of the hidden states is a partial sum, over its part of the vocabulary
     hidden_TD = local_part(whole_BSD, Partial()).flatten(0, 1)
     adapter = table.beside(whole_BSD)
