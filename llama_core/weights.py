@@ -9,7 +9,7 @@ Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router
 * vocabulary: a table, by its rows
 * outputs: a matrix, by its rows, or its bias; each rank computes some of the outputs
 * inputs: a matrix, by its columns; each rank has some of the inputs, and the ranks sum up what they compute
-* stream: not at all; it is applied to the residual stream
+* stream: not at all; it is applied to the residual stream, or to what is added to it
 * heads: not at all; each rank applies it to its own heads
 * router: not at all; it is applied to whole tokens, but gets only a part of its gradient
 * adapted: a weight of an adapter, along the side of its matrix that is divided; one that lacks this side is whole on
@@ -50,4 +50,4 @@ class Weight:
     decayed: bool = True
     """Whether it is subject to weight decay."""
     only_with: str | None = None
-    """The trait of ``ModelSpec`` that a model has if it has this weight; None if all models have it."""
+    """The attribute of ``ModelSpec`` that is true of a model with this weight; None if all models have it."""

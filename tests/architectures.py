@@ -39,6 +39,7 @@ VALUES = {
     "ffn_size": (1024, 1536, 2816),
     "qkv_bias": (False, True),
     "qk_norm": (False, True),
+    "norms": ("pre", "post", "both"),
     "sliding_window": (0, 100),
     "windowed_layers": ((), (0,)),
     "lora.method": tuple(ADAPTERS),
@@ -65,6 +66,7 @@ VALUES = {
     "trainable": (
         (),
         ("*_norm*",),
+        ("*_post_norm*",),
         ("*ffn_norm*", "*.wq.*"),
         ("*attention_norm*", "*.wv.*", "*.w1.*"),
         ("*.wo.*", "*.w2.*"),
@@ -75,7 +77,10 @@ VALUES = {
 FROM_ONE_MODEL = ("hidden_size", "num_heads", "num_kv_heads", "ffn_size")
 """Sizes that random blocks take from one of ``SIZES_OF``, since their relations decide what peaks."""
 SIZES_OF = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
-NEEDS = {"windowed_layers": {"sliding_window": 100}, "trainable": {"lora": LoRA(), "qkv_bias": True, "qk_norm": True}}
+NEEDS = {
+    "windowed_layers": {"sliding_window": 100},
+    "trainable": {"lora": LoRA(), "qkv_bias": True, "qk_norm": True, "norms": "both"},
+}
 """What a field has no effect without, or is refused without."""
 
 

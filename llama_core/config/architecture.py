@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from llama_core.config.hugging_face import absolute_path, folder_name, is_folder, read_folder
-from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_spec
+from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, NormPlacement, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llama_core.config.section import Key, Section
 from llama_core.errors import ConfigError
@@ -96,6 +96,8 @@ class ArchitectureConfig(Section):
     """Whether the projections to queries, keys and values have biases, as in Qwen2."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalised, head by head, before they are rotated, as in Qwen3."""
+    norms: NormPlacement | None = None
+    """Where the norms of a block are: pre (before attention and feed-forward), post (on what they add), or both."""
     sliding_window: int | None = Field(None, ge=0)
     """Tokens that a query sees, itself included, as in Mistral; 0 for all earlier ones."""
     windowed_layers: tuple[int, ...] | None = Field(None, strict=False)

@@ -29,7 +29,7 @@ EMBEDDING_WEIGHT = Weight("tok_embeddings.weight", "model.embed_tokens.weight", 
 FINAL_NORM_WEIGHT = Weight("norm.weight", "model.norm.weight", ("hidden_size",), "stream", "ones", decayed=False)
 HEAD_WEIGHT = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
 _ATTENTION = (
-    Weight("attention_norm.weight", "input_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False),
+    Weight("attention_norm.weight", "input_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
     Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
     Weight("attention.wq.bias", "self_attn.q_proj.bias", ("q_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
     Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),
@@ -39,7 +39,8 @@ _ATTENTION = (
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
     Weight("attention.q_norm.weight", "self_attn.q_norm.weight", ("head_dim",), "heads", "ones", decayed=False, only_with="qk_norm"),
     Weight("attention.k_norm.weight", "self_attn.k_norm.weight", ("head_dim",), "heads", "ones", decayed=False, only_with="qk_norm"),
-    Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False),
+    Weight("attention_post_norm.weight", "post_self_attn_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
+    Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
 )
 _FEED_FORWARD = (
     Weight("feed_forward.w1.weight", "mlp.gate_proj.weight", ("ffn_size", "hidden_size"), "outputs"),
@@ -52,8 +53,11 @@ _MIXTURE = (
     Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight", ("num_experts", "hidden_size", "ffn_size"), "inputs", "residual"),
     Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
 )
+_LAST = (
+    Weight("ffn_post_norm.weight", "post_mlp_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
+)
 # fmt: on
-_IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE)}
+_IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_LAST)}
 _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
 _ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
 _OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
@@ -149,7 +153,10 @@ def is_of_experts(name: str) -> bool:
 
 
 ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
-"""The norms of a layer, as Hugging Face calls them."""
+"""The norms before attention and feed-forward, as Hugging Face calls them in a Llama."""
+ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layernorm"
+"""The norms after them, as it calls them in a GLM-4, which has all four."""
+NormPlacement = Literal["pre", "post", "both"]
 
 
 class LayerTraits(NamedTuple):
@@ -203,6 +210,8 @@ class ModelSpec:
     """Whether the projections to queries, keys and values have biases."""
     qk_norm: bool = False
     """Whether queries and keys are normalised, head by head, before they are rotated."""
+    norms: NormPlacement = "pre"
+    """Where the norms of a block are: before attention and feed-forward, after them on what they add, or both."""
     sliding_window: int = 0
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
     windowed_layers: tuple[int, ...] = ()
@@ -267,6 +276,16 @@ class ModelSpec:
         return counts
 
     @property
+    def norms_before(self) -> bool:
+        """Whether attention and feed-forward get a normalised residual stream."""
+        return self.norms in {"pre", "both"}
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether what attention and feed-forward add to the residual stream is normalised."""
+        return self.norms in {"post", "both"}
+
+    @property
     def q_size(self) -> int:
         """Width of the queries of one layer."""
         return self.num_heads * self.head_dim
@@ -292,7 +311,7 @@ class ModelSpec:
 
     def _weights_of_layer(self, *, sparse: bool) -> tuple[Weight, ...]:
         """Return the weights of a layer with experts, or of a dense one, in the model's order."""
-        rows = (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD))
+        rows = (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD), *_LAST)
         return tuple(row for row in rows if row.only_with is None or getattr(self, row.only_with))
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:

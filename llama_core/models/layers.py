@@ -387,7 +387,34 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer layer: attention and feed-forward, each with a norm before it and a residual around it.
+    """One transformer layer: attention and feed-forward, each with a residual around it, and norms.
+
+    ``spec.norms`` says which of the four norms there are; the others are identities::
+
+        norms:        pre                        post                       both
+
+                 x ---+------+              x ---+------+              x ---+------+
+                      |      |                   |      |                   |      |
+                      |  attention_norm          |      |                   |  attention_norm
+                      |      |                   |      |                   |      |
+                      |  attention               |  attention               |  attention
+                      |      |                   |      |                   |      |
+                      |      |                   |  attention_post_norm     |  attention_post_norm
+                      |      |                   |      |                   |      |
+                      + <----+                   + <----+                   + <----+
+                      |                          |                          |
+                      +------+                   +------+                   +------+
+                      |      |                   |      |                   |      |
+                      |  ffn_norm                |      |                   |  ffn_norm
+                      |      |                   |      |                   |      |
+                      |  feed_forward            |  feed_forward            |  feed_forward
+                      |      |                   |      |                   |      |
+                      |      |                   |  ffn_post_norm           |  ffn_post_norm
+                      |      |                   |      |                   |      |
+                      + <----+                   + <----+                   + <----+
+                      |                          |                          |
+
+    A norm never stands on the residual stream itself, which only ever gets something added to it.
 
     Args:
         spec: the architecture.
@@ -396,13 +423,19 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.attention_norm = _norm_of_stream(spec, is_there=spec.norms_before)
         self.attention = Attention(spec)
-        self.ffn_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.attention_post_norm = _norm_of_stream(spec, is_there=spec.norms_after)
+        self.ffn_norm = _norm_of_stream(spec, is_there=spec.norms_before)
         self.feed_forward = FeedForward(spec) if feed_forward is None else feed_forward
+        self.ffn_post_norm = _norm_of_stream(spec, is_there=spec.norms_after)
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Return the residual stream after this layer."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rotary, mask)
-        out_BSD: Tensor = x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+        x_BSD = x_BSD + self.attention_post_norm(self.attention(self.attention_norm(x_BSD), rotary, mask))
+        out_BSD: Tensor = x_BSD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD)))
         return out_BSD
+
+
+def _norm_of_stream(spec: ModelSpec, *, is_there: bool) -> nn.Module:
+    return RMSNorm(spec.hidden_size, spec.norm_eps) if is_there else nn.Identity()

@@ -224,6 +224,27 @@ def test_adapters_beside_experts_match_one_process(plan):
     assert max(differences.values()) < 1e-8, differences
 
 
+PLACEMENT_PLANS = {name: RELATIVE_PLANS[name] for name in ("tp2", "tp2 sp, selective recompute", "compiled")}
+
+
+@pytest.mark.parametrize(
+    ("norms", "name"),
+    [
+        ("post", "tp2 sp, selective recompute"),
+        ("both", "tp2"),
+        *(nightly(norms, name) for norms, name in (("post", "tp2"), ("both", "tp2 sp, selective recompute"))),
+        *(nightly(norms, "compiled") for norms in ("post", "both")),
+    ],
+)
+def test_norms_after_attention_and_feed_forward_match_one_process(norms, name):
+    differences = largest_differences(
+        PLACEMENT_PLANS[name], spec=replace(ADAPTED, norms=norms, trainable=("*_norm.*",))
+    )
+    assert max(differences.values()) < 1e-8, differences
+    differences = largest_differences(PLACEMENT_PLANS[name], spec=replace(UNTIED, norms=norms))
+    assert max(differences.values()) < 1e-8, differences
+
+
 @pytest.mark.parametrize("plan", cases(RELATIVE_PLANS, narrow={"tp2 cp2"}))
 @pytest.mark.parametrize("spec", [RELATIVE, nightly(ADAPTED_RELATIVE)], ids=["trained", "adapted"])
 def test_the_traits_of_relatives_match_one_process(spec, plan):

@@ -7,7 +7,14 @@ local variables until they return; ``end`` says so where that makes a tensor liv
 from functools import lru_cache
 from importlib import import_module
 
-from llama_core.config.models import ATTENTION_NORM, FFN_NORM, LayerTraits, ModelSpec
+from llama_core.config.models import (
+    ATTENTION_NORM,
+    ATTENTION_POST_NORM,
+    FFN_NORM,
+    FFN_POST_NORM,
+    LayerTraits,
+    ModelSpec,
+)
 from llama_core.config.strategy import MoE
 from llama_core.planning.program import nf4
 from llama_core.planning.program.model import ModelProgram
@@ -37,16 +44,22 @@ class Layer(ModelProgram):
         self.traits = traits
 
         x = self.input = self.stream()
-        x = self.add(x, self.attention(self.norm(x, is_trained=ATTENTION_NORM in traits.trained)))
-        normalised = self.norm(x, is_trained=FFN_NORM in traits.trained)
-        out = (
-            self.feed_forward(normalised)
-            if not traits.sparse or spec.moe is None
-            else self.mixture(normalised, spec.moe)
-        )
-        self.output = self.add(x, out)
+        added = self.attention(self.norm_before(x, ATTENTION_NORM))
+        x = self.add(x, self.norm_after(added, ATTENTION_POST_NORM))
+        inputs = self.norm_before(x, FFN_NORM)
+        moe = spec.moe if traits.sparse else None
+        added = self.feed_forward(inputs) if moe is None else self.mixture(inputs, moe)
+        self.output = self.add(x, self.norm_after(added, FFN_POST_NORM))
 
     # --- the parts of a block
+
+    def norm_before(self, x: int, name: str) -> int:
+        """Append the norm before a part of the block, if it has one."""
+        return self.norm(x, is_trained=name in self.traits.trained) if self.spec.norms_before else x
+
+    def norm_after(self, x: int, name: str) -> int:
+        """Append the norm after a part of the block, if it has one."""
+        return self.norm(x, is_trained=name in self.traits.trained) if self.spec.norms_after else x
 
     def attention(self, x: int) -> int:
         """Append causal self-attention."""
