@@ -92,9 +92,10 @@ class GresGpus:
         count = int(rest.pop()) if rest and rest[-1].isdigit() else None
         return cls(":".join(rest), count)
 
-    def entry(self, count: int | None) -> str:
+    def entry(self, count: int) -> str:
         """Return the entry that asks for ``count`` of them."""
-        return ":".join(["gpu", *filter(None, [self.kind]), *([] if count is None else [str(count)])])
+        kind = [self.kind] if self.kind else []
+        return ":".join(["gpu", *kind, str(count)])
 
 
 def _minutes(value: Any) -> Any:
