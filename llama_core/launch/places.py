@@ -8,7 +8,7 @@ from typing import NamedTuple
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import is_same_folder
-from llama_core.records.owners import is_private
+from llama_core.records.owners import who_else_may_fill
 
 CONTROLLER_LOG = "controller.log"
 """Name of the file beside them with the output of submitit's controller, which starts the ranks of a local job."""
@@ -82,7 +82,7 @@ def _place_of_submissions(logs: Path) -> Path:
     """
     beside, home = _places(logs)
     for place in (beside, home):
-        if all(map(is_private, (place, *place.parents))):
+        if not who_else_may_fill(place):
             return place
     raise RunDirectoryError(
         f"other users may write to {logs} and to {home.parent}, or above, and could change what a job runs; "

@@ -80,17 +80,6 @@ def account_name(user: int) -> str:
         return f"user {user}"
 
 
-def is_private(path: Path) -> bool:
-    """Return whether only this user and the administrator can replace ``path``."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return True
-    if found.st_uid not in {os.getuid(), 0}:
-        return False
-    return not _others_may_write(path, found) or bool(found.st_mode & stat.S_ISVTX)
-
-
 def who_else_may_write(file: int | Path) -> str:
     """Return which other user may write a file, as a clause after its path; empty if only the administrator may.
 
@@ -112,31 +101,55 @@ def who_else_may_replace(path: Path, opened: int) -> str:
         path: the path, in which each folder and each link is looked at.
         opened: a descriptor of the file that was opened there.
     """
+    others, place = _walked(path)
+    if not others and not os.path.samestat(place.lstat(), os.fstat(opened)):
+        return "was replaced while it was read"
+    return others
+
+
+def who_else_may_fill(folder: Path) -> str:
+    """Return who else may put files into a folder, or another one in its place, as a clause after its path.
+
+    Args:
+        folder: the folder, which need not exist; it counts as this user's then.
+    """
+    others, place = _walked(folder)
+    if others:
+        return others
+    return _who_else_may_put_into(place) if place.exists() else ""
+
+
+def _walked(path: Path) -> tuple[str, Path]:
+    """Follow a path, each link in it too; return who else may change where it leads to, and that place.
+
+    What is missing is taken to be no link. If others may change it, the place is where they may.
+    """
     left = list(reversed(path.absolute().parts[1:]))
     place = Path("/")
     num_links = 0
     while left:
         if others := _who_else_may_put_into(place):
-            return f"is reached through {place}, which {others}"
+            return f"is reached through {place}, which {others}", place
         name = left.pop()
         if name == "..":
             place = place.parent
             continue
-        found = (place / name).lstat()
+        try:
+            found = (place / name).lstat()
+        except FileNotFoundError:
+            return "", place.joinpath(name, *reversed(left))
         if not stat.S_ISLNK(found.st_mode):
             place /= name
             continue
         if found.st_uid not in {os.getuid(), 0}:
-            return f"is reached through {place / name}, which belongs to {account_name(found.st_uid)}"
+            return f"is reached through {place / name}, which belongs to {account_name(found.st_uid)}", place
         num_links += 1
         if num_links > _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = (place / name).readlink()
         left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
         place = Path("/") if target.is_absolute() else place
-    if not os.path.samestat(place.lstat(), os.fstat(opened)):
-        return "was replaced while it was read"
-    return ""
+    return "", place
 
 
 def _who_else_may_put_into(folder: Path) -> str:

@@ -20,6 +20,17 @@ def test_nobody_else_may_open_the_folders_of_our_own_pickles(tmp_path):
     assert [path.stat().st_mode & 0o777 for path in (place, folder)] == [0o700, 0o700]
 
 
+def test_pickles_do_not_lie_behind_a_link_through_a_folder_that_others_may_write_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("open/own", "mine"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    for name, target in {"straight": "mine", "around": "open/own"}.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+    assert private_place(tmp_path / "straight" / "logs") == tmp_path / "straight" / "logs" / "submitit"
+    assert tmp_path / "home" in private_place(tmp_path / "around" / "logs").parents
+
+
 def places(pattern):
     """Return the files with a line that matches."""
     found = ((path.relative_to(ROOT).as_posix(), path.read_text()) for path in SOURCES)
