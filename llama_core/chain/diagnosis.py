@@ -158,15 +158,14 @@ def _state(run: RunDirectory, config: RunConfig, owner: str | None) -> tuple[Sta
     except RunDirectoryError as error:
         return "unknown", Fact("state", f"unknown: {error}", is_problem=True), None
     if job is not None:
-        queued = bool(job.waits_for)
-        return ("queued" if queued else "running"), _of_job(run, config, job), outcome
+        return ("queued" if job.is_queued else "running"), _of_job(run, config, job), outcome
     if not is_recorded:
         return "unknown", Fact("state", f"unknown: its job has ended, and only a command of {owner} records why"), None
     newest = read_heartbeat(run)
     ended = datetime.fromisoformat(outcome.ended_at).timestamp() + 1 if outcome else 0.0  # recorded to the second
     is_new = newest is not None and newest.time > ended and (outcome is None or newest.step != outcome.step)
     if is_new:  # ranks that no job of ours started, such as torchrun's, and not only a clock ahead of ours
-        fact = _of_steps(run, config, "ranks started by hand", since=ended)
+        fact = _of_steps(run, config, "running: ranks started by hand", since=ended)
         return ("failed" if fact.is_problem else "running"), fact, outcome
     if outcome is None:
         return "new", Fact("state", "new: nothing has run yet"), None
@@ -177,27 +176,33 @@ def _state(run: RunDirectory, config: RunConfig, owner: str | None) -> tuple[Sta
 
 def _of_job(run: RunDirectory, config: RunConfig, job: JobHandle) -> Fact:
     who = f"{job.kind} {job.record.job_id}"
-    if job.waits_for:
-        return Fact("state", f"queued: {who}, for {job.waits_for}")
-    return _of_steps(run, config, who, since=datetime.fromisoformat(job.record.submitted_at).timestamp())
+    if job.is_queued:
+        return Fact("state", f"{job.state}: {who}")
+    submitted = datetime.fromisoformat(job.record.submitted_at).timestamp()
+    return _of_steps(run, config, f"{job.state}: {who}", since=submitted)
 
 
-def _of_steps(run: RunDirectory, config: RunConfig, who: str, *, since: float) -> Fact:
-    """Return where a running job is; steps before ``since`` (seconds since the epoch) belong to an earlier one."""
+def _of_steps(run: RunDirectory, config: RunConfig, state: str, *, since: float) -> Fact:
+    """Return where a running job is; steps before ``since`` (seconds since the epoch) belong to an earlier one.
+
+    Args:
+        run: the run.
+        config: its configuration.
+        state: what is running, the beginning of the line.
+        since: when it began, in seconds since the epoch.
+    """
     newest = read_heartbeat(run)
     limit = config.launch.hang_timeout_s
     if newest is None or newest.time < since:
         activity = read_activity(run)
         if activity is None or activity.since < since:
-            return Fact("state", f"running: {who}; its ranks have not said anything yet")
-        return Fact(
-            "state", f"running: {who}; no step yet; rank 0 has been {activity.doing} for {_ago(activity.since)}"
-        )
+            return Fact("state", f"{state}; its ranks have not said anything yet")
+        return Fact("state", f"{state}; no step yet; rank 0 has been {activity.doing} for {_ago(activity.since)}")
     seen = newest.time
     with suppress(OSError):
         seen = max(seen, run.heartbeat.stat().st_mtime)  # timed steps touch it
     is_silent = time.time() - seen > limit
-    text = f"running: {who}; step {newest.step} of {newest.total_steps}, {_ago(seen)} ago"
+    text = f"{state}; step {newest.step} of {newest.total_steps}, {_ago(seen)} ago"
     return Fact("state", f"{text}: longer than launch.hang_timeout_s={limit}" if is_silent else text, is_silent)
 
 

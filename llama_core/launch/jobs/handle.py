@@ -78,9 +78,14 @@ class JobHandle(ABC):
         """Whether its scheduler answered the last question about it."""
 
     @property
+    def is_queued(self) -> bool:
+        """Whether it waits in a queue, as far as its scheduler has said."""
+        return self.waits_for != ""
+
+    @property
     def state(self) -> str:
         """What it is doing, as far as its scheduler has said, for a line about a job that has not ended."""
-        if self.waits_for:
+        if self.is_queued:
             return f"queued, for {self.waits_for}"
         return "running" if self.is_answered else "queued or running (its scheduler does not answer)"
 
