@@ -19,7 +19,7 @@ FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"
 
 
 def stop_flow_runs() -> None:
-    """End every flow run of this ``make serve``: local jobs save a checkpoint and stop, Slurm jobs keep running."""
+    """End every flow run of this ``make serve``: jobs here save a checkpoint and stop, those elsewhere keep running."""
     while under_way := list(_flow_runs()):  # the worker may start another one meanwhile
         for process, flow_run_id in under_way:
             _stop(process, flow_run_id)
@@ -30,7 +30,7 @@ def _stop(process: psutil.Process, flow_run_id: UUID) -> None:
     run = _run(flow_run_id)
     job = submission.attach(run) if run else None
     again = f"continue it with `prefect flow-run retry {flow_run_id}` once a worker is up again"
-    if job is not None and job.is_here:
+    if job is not None and job.launcher.is_here:
         say("stopping", f"{job.run.path} after this step, with a checkpoint; {again}")
         job.cancel()
         psutil.wait_procs([process], timeout=STOP_SECONDS)  # it still writes the report

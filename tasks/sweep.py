@@ -37,7 +37,7 @@ def prepare(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> Swe
 
 @task(name="validate-environment", cache_policy=NO_CACHE)
 def validate(sweep: SweepDirectory) -> None:
-    """Check the machine, and Slurm, for all elements."""
+    """Check the machine, and the launchers, for all elements."""
     sweeps.validate(sweep)
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks over batch sizes: measured if this machine or Slurm has the devices, otherwise predicted."""
+"""Benchmarks over batch sizes: measured if this machine or the cluster has the devices, otherwise predicted."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import get_args
 
-from llama_core.config.run import LauncherName
+from llama_core.launchers.registry import LAUNCHERS as ROWS
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Flag:
 LONG_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 """Long names of dtypes, also accepted by ``--mixed-precision`` and ``--dtype``."""
 
-LAUNCHERS = "|".join(get_args(LauncherName))
+LAUNCHERS = "|".join(ROWS)
 FLAGS = (
     Flag("--model", "model", "llama3_8b", is_common=True),
     Flag("--strategy", "strategy", "lora", is_common=True),

@@ -286,7 +286,7 @@ def tokenize(
     Args:
         model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
         source: what ``data.source`` takes: files, folders or wildcards; None for a mixture, or the default.
-        num_workers: processes on this machine, or with ``launcher="slurm"`` elements of a job array.
+        num_workers: processes on this machine, or jobs, if the launcher gives some to tasks.
         **settings: as for ``LlamaTrainingOrchestrator.configure``, such as ``tokenizer``.
 
     Returns:
@@ -322,7 +322,7 @@ def evaluate(
             in training.
         **settings: ``tokenizer``, ``device`` (cpu or cuda), ``dtype`` (fp32, bf16 or fp16), ``num_gpus`` (devices that
             share the work), ``tensor_parallel`` and ``pipeline_parallel`` (devices among them that divide the matrices
-            and the layers of each copy of the model), ``num_nodes`` (of the Slurm job around this process); for data
+            and the layers of each copy of the model), ``num_nodes`` (of the job around this process); for data
             also ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``, ``chat``, ``system``
             and ``allow_code`` (execute Python code that comes with a task, or that the model writes for one).
 

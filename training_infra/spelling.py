@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from llama_core.errors import ConfigError, TrainingInfraError
+from llama_core.launchers.registry import LAUNCHERS
 from training_infra.flags import FLAGS
 
 _CONTINUING = re.compile(r"training-infra train --run-dir (.+?) --resume")
-_FLAG = re.compile(r"(--[a-z][a-z-]*[a-z])(?: (\d+|cpu|cuda|local|slurm|standard|lora|moe|hybrid|PATH)\b)?")
+_VALUES = "|".join((r"\d+", "cpu", "cuda", *LAUNCHERS, "standard", "lora", "moe", "hybrid", "PATH"))
+_FLAG = re.compile(rf"(--[a-z][a-z-]*[a-z])(?: ({_VALUES})\b)?")
 _ARGUMENTS = {
     "--gpus": "num_gpus",
     "--model": "model_variant",

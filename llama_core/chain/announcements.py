@@ -21,8 +21,9 @@ from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RequestError, RunDirectoryError
-from llama_core.launch.jobs.slurm_request import memory_request
+from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launch.jobs.submission import attach
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
 from llama_core.objectives.registry import OBJECTIVES
@@ -63,18 +64,9 @@ def describe(run: RunDirectory) -> tuple[str, int]:
 
 
 def asked_memory(run: RunDirectory) -> str:
-    """Return how much memory the run's Slurm job asks for by default, and why; empty if it does not do so."""
+    """Return how much memory the run's job asks for by default, and why; empty if it does not do so."""
     config = load_config(run)
-    if config.launch.is_here or config.launch.memory_gb_per_node is not None:
-        return ""
-    asked = memory_request(config, config.parallel.gpus, estimate(run).host_bytes_to_ask_for)
-    if asked is None:
-        return ""
-    if asked == "0":  # Slurm's word for all of a node's memory
-        why = "all of the nodes it has to itself"
-    else:
-        why = "the partition's default is too little for the estimate"
-    return f"the job asks for --mem={asked}: {why}; launch.slurm.memory_gb_per_node chooses another value"
+    return launcher_of(config.launch.launcher).asked_memory(config, estimate(run).host_bytes_to_ask_for)
 
 
 def say_environment(report: EnvironmentReport) -> None:
@@ -92,7 +84,8 @@ def say_plan(run: RunDirectory) -> None:
         say("note", note)
     config = load_config(run)
     if config.is_elastic:
-        say("note", f"the job starts with {config.fewest_nodes} to {config.num_nodes} nodes, as many as Slurm has free")
+        free = f"as many as {config.launch.kind.title} has free"
+        say("note", f"the job starts with {config.fewest_nodes} to {config.num_nodes} nodes, {free}")
 
 
 def say_hub(run: RunDirectory) -> None:
@@ -131,6 +124,7 @@ def say_packages(run: RunDirectory) -> None:
         (OBJECTIVES, config.training.objective),
         (ADAPTERS, config.lora.method),
         (SCHEDULES, config.parallel.schedule),
+        (LAUNCHERS, config.launch.launcher),
     )
     for registry, name in chosen:
         if package := registry.package_of(name):

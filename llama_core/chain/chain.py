@@ -49,7 +49,7 @@ class Steps:
     prepare: Callable[[], RunDirectory]
     """Create the run's directory with its plan and estimate, or find the one to continue."""
     validate: Callable[[RunDirectory], EnvironmentReport]
-    """Check this machine, and Slurm, against the run."""
+    """Check this machine, and the launcher, against the run."""
     estimate: Callable[[RunDirectory], MemoryEstimate]
     """Return the memory estimate of a rank."""
     rehearse: "Callable[[RunDirectory], DryRunResult | None]"

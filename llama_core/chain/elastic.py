@@ -1,7 +1,7 @@
-"""Plan an elastic run (``launch.min_nodes``) for the nodes that Slurm has given to its job.
+"""Plan an elastic run (``launch.min_nodes``) for the nodes that its job has got.
 
-``python -m llama_core.chain.elastic RUN_DIR`` runs on the job's first node before the ranks of an attempt start. It
-writes the plan, and prints the variables that tell srun how many ranks to start on how many nodes.
+``python -m llama_core.chain.elastic RUN_DIR LAUNCHER`` runs on the job's first node before the ranks of an attempt
+start. It writes the plan, and prints the variables that tell the launcher how many ranks to start on how many nodes.
 """
 
 import os
@@ -14,6 +14,7 @@ from llama_core.chain.prepare import refuse_unfit
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.errors import ConfigError, PlanError, TrainingInfraError
 from llama_core.launch.attempts import JOB_ID_VARIABLE, RESTART_VARIABLE
+from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launch.outcome import record_outcome
 from llama_core.machine.detect import detect_machine
 from llama_core.records.directory import RunDirectory
@@ -22,18 +23,19 @@ from llama_core.records.files import write_json
 
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
     """Plan the run for the job in ``environment``, and return the exit code; an error is also the job's outcome."""
-    (run_dir,) = sys.argv[1:] if arguments is None else arguments
+    run_dir, name = sys.argv[1:] if arguments is None else arguments
     run = RunDirectory(Path(run_dir))
+    surroundings = launcher_of(name).surroundings
+    start = surroundings.job_start(environment)
     try:
-        num_nodes, num_ranks = plan_attempt(run, int(environment["SLURM_JOB_NUM_NODES"]))
+        num_nodes, num_ranks = plan_attempt(run, start.num_nodes)
     except TrainingInfraError as error:
-        os.environ[JOB_ID_VARIABLE] = environment["SLURM_JOB_ID"]
-        os.environ[RESTART_VARIABLE] = environment.get("SLURM_RESTART_COUNT", "0")
+        os.environ[JOB_ID_VARIABLE] = start.job_id
+        os.environ[RESTART_VARIABLE] = str(start.restart)
         record_outcome(run, "bad-config", reason=str(error), next_action="correct the request and start again")
         sys.stderr.write(f"ERROR {error}\n")
         return error.exit_code
-    counts = {"SLURM_NNODES": num_nodes, "SLURM_JOB_NUM_NODES": num_nodes}
-    counts |= {"SLURM_NTASKS": num_ranks, "SLURM_NPROCS": num_ranks}
+    counts = surroundings.with_ranks(num_ranks, num_nodes)
     sys.stdout.write(f"export {' '.join(f'{name}={count}' for name, count in counts.items())}\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Check whether a run can start here: the machine, its data and weights, and Slurm."""
+"""Check whether a run can start here: the machine, its data and weights, and its launcher."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from llama_core.chain.runs import RUNS
 from llama_core.config.run import RunConfig
 from llama_core.data.check import check_data
 from llama_core.errors import RequestError
-from llama_core.launch.jobs.submission import LAUNCHERS
+from llama_core.launch.jobs.launcher import known_launchers
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
@@ -29,13 +30,16 @@ def validate_environment(
         saves: whether the run saves checkpoints there.
     """
     found = Findings()
-    for registry in (OPTIMIZERS, OBJECTIVES, ADAPTERS, SCHEDULES, TRACKERS):
+    for registry in (OPTIMIZERS, OBJECTIVES, ADAPTERS, SCHEDULES, LAUNCHERS, TRACKERS):
         found.warnings += registry.hidden()
     check_machine(found, config, run_dir, saves=saves)
     if config is not None:
         _check_files(found, config, RunDirectory(run_dir))
-    for name, launcher in LAUNCHERS.items():
-        launcher.check(found, config if config is not None and config.launch.launcher == name else None)
+    for launcher in known_launchers():
+        starts_it = config is not None and config.launch.kind == launcher.kind
+        launcher.check(found, config if starts_it else None)
+        if config is not None and (warning := launcher.unused(config)):
+            found.warnings.append(warning)
     return found.report()
 
 

@@ -19,7 +19,7 @@ from llama_core.chain.tasks import ScoresOnTasks
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
-from llama_core.launch.rank.started import started_ranks
+from llama_core.launch.jobs.launcher import started_ranks
 from llama_core.models.pretrained import is_checkpoint, saved_run
 from llama_core.planning.plan import ParallelPlan
 

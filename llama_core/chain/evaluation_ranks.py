@@ -14,36 +14,40 @@ from typing import IO, Any
 from llama_core import errors
 from llama_core.errors import EnvironmentMismatchError, RankFailedError, TrainingInfraError
 from llama_core.imports import safe_python
+from llama_core.launch.jobs.launcher import known_launchers
 from llama_core.launch.ports import free_port
+from llama_core.launch.rank.surroundings import Step, Surroundings
 from llama_core.machine.detect import available_cores
 
 _COMMAND = safe_python("-m", "llama_core.chain.evaluation_rank")
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 5.0
 """How long the first rank has to say what is wrong after another one has ended with an error."""
-_SRUN_SAYS = "srun: error: "
-_OF_THIS_STEP = ("SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_MEM_")
-"""Beginnings of the variables by which the ranks would get the cores and the memory of this process's step."""
 _OF_OTHER_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
 """Beginnings of the variables of training's ranks, if one of them has submitted the job."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A process that is one of the ranks, or srun with all of them."""
+    """A process that is one of the ranks, or starts all of them."""
 
     name: str
     process: "subprocess.Popen[bytes]"
     log: IO[bytes]
     """What it writes to standard error."""
+    step: Step | None = None
+    """What it starts, if it starts the ranks."""
 
     def said(self) -> str:
-        """Return its last line, and the first one of srun about a rank that has failed."""
+        """Return its last line, and the first one about a rank that has failed of what has started it."""
         self.log.seek(0)
         lines = [line.strip() for line in self.log.read().decode(errors="replace").splitlines() if line.strip()]
-        of_srun = [line.removeprefix(_SRUN_SAYS) for line in lines if line.startswith(_SRUN_SAYS)]
-        own = [line for line in lines if not line.startswith(("srun: ", "slurmstepd: "))]
-        return "; ".join([*own[-1:], *of_srun[:1]]) or "it said nothing"
+        errors: list[str] = []
+        if self.step is not None:
+            prefix = self.step.errors
+            errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+            lines = [line for line in lines if not line.startswith(self.step.notes)]
+        return "; ".join([*lines[-1:], *errors[:1]]) or "it said nothing"
 
     def order(self, order: Mapping[str, Any]) -> None:
         """Write an order to it. Its standard input stays open: a rank ends when that is closed."""
@@ -66,7 +70,7 @@ def answers_of_ranks(order: Mapping[str, Any], num_ranks: int, num_nodes: int = 
     Args:
         order: what every rank reads from its standard input.
         num_ranks: their number.
-        num_nodes: nodes of the Slurm job around this process that have them, as many each; 1 for this machine.
+        num_nodes: nodes of the job around this process that have them, as many each; 1 for this machine.
 
     Raises:
         EnvironmentMismatchError: if there is no such job.
@@ -106,41 +110,46 @@ def _started_here(num_ranks: int) -> Iterator[Sequence[_Part]]:
 @contextmanager
 def _started_on_nodes(num_ranks: int, num_nodes: int) -> Iterator[Sequence[_Part]]:
     """Start the ranks as a step of the job around this process, for the duration of the block."""
-    of_job = int(os.environ.get("SLURM_JOB_NUM_NODES", "0"))
-    if of_job < num_nodes:
-        here = f"this job of Slurm has {of_job}" if of_job else "this is no job of Slurm"
-        raise EnvironmentMismatchError(f"num_nodes={num_nodes}: {here}; run it inside salloc --nodes={num_nodes}")
-    in_node = num_ranks // num_nodes
-    cores = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // in_node)
-    flags = {
-        "nodes": num_nodes,
-        "ntasks": num_ranks,
-        "ntasks-per-node": in_node,
-        "cpus-per-task": cores,
-        "mem": 0,  # all that the job has
-        "distribution": "block",
-        "kill-on-bad-exit": 1,
-    }
-    command = ["srun", "--overlap", "--unbuffered", *(f"--{key}={value}" for key, value in flags.items()), *_COMMAND]
-    inherited = (*_OF_THIS_STEP, *_OF_OTHER_RANKS)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(inherited)}
+    step = _surroundings(num_nodes).step(_COMMAND, num_ranks, num_nodes)
+    environment = {name: value for name, value in step.environment.items() if not name.startswith(_OF_OTHER_RANKS)}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command,
+            step.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={"OMP_NUM_THREADS": str(cores)} | environment,
+            env={"OMP_NUM_THREADS": str(step.cores)} | environment,
         )
-        srun = _Part("a rank", process, log)
+        part = _Part("a rank", process, log, step)
         try:
-            yield [srun]
+            yield [part]
         finally:
-            _end([srun])
+            _end([part])
+
+
+def _surroundings(num_nodes: int) -> Surroundings:
+    """Return what is around this process, if that is a job with so many nodes.
+
+    Raises:
+        EnvironmentMismatchError: if it is not.
+    """
+    starters = [launcher for launcher in known_launchers() if launcher.kind.allocates]
+    around = next((launcher for launcher in starters if launcher.surroundings.nodes_around()), None)
+    if around is not None:
+        of_job = around.surroundings.nodes_around()
+        if of_job >= num_nodes:
+            return around.surroundings
+        here = f"this job of {around.kind.title} has {of_job}"
+    else:
+        here = f"this is no job of {' or '.join(launcher.kind.title for launcher in starters)}"
+    inside = [
+        launcher.kind.allocates.format(num_nodes=num_nodes) for launcher in starters if around in {None, launcher}
+    ]
+    raise EnvironmentMismatchError(f"num_nodes={num_nodes}: {here}; run it inside {' or '.join(inside)}")
 
 
 def _end(parts: Sequence[_Part]) -> None:
-    """Kill what has not ended; ranks that srun has started end when it does."""
+    """Kill what has not ended; ranks that one process has started end when it does."""
     for part in parts:
         if part.process.poll() is None:
             part.process.kill()

@@ -1,4 +1,4 @@
-"""Evaluate the checkpoints of a run while it trains, each in a process or a Slurm job of its own.
+"""Evaluate the checkpoints of a run while it trains, each in a process or a job of its own.
 
 ``python -m llama_core.chain.evaluator RUN_DIR`` runs beside the first rank until its standard input ends, which is when
 training does. With ``--step N`` it evaluates that checkpoint. Ranks never wait for either, and nothing that happens to
@@ -72,7 +72,7 @@ class Evaluator:
             has_trained: whether the newest checkpoint is the last, which is evaluated in any case.
 
         Raises:
-            EnvironmentMismatchError: if Slurm refuses a job.
+            EnvironmentMismatchError: if the scheduler refuses a job.
         """
         asked = self.config.evaluation
         checkpoints = list_checkpoints(self.run)

@@ -160,7 +160,7 @@ def _step(run: RunDirectory) -> str:
     plan = load_plan(run)
     reference_tokens = _reference_tokens(run, config)
     if config.launch.device == "cpu":
-        cores = plan.world_size * config.launch.slurm.cores_of_a_rank("cpu")
+        cores = plan.world_size * config.launch.request.cores_of_a_rank("cpu")
         rate = _rate_here(config.training.precision) if config.launch.is_here else cores * CORE_RATE
         flops = _step_flops(config, plan)
         seconds = format_duration(_step_seconds(config, plan, rate))

@@ -1,7 +1,8 @@
 """Runs on batches from the caller's own dataloader.
 
 * One device: train in this process.
-* Under torchrun or srun: every rank calls this with the same arguments; rank 0 prepares the run and reports.
+* Under torchrun, or in a job's step: every rank calls this with the same arguments; rank 0 prepares the run and
+  reports.
 * Otherwise, several devices of this machine: start a job with one rank per device and send the loader to rank 0.
 """
 
@@ -27,9 +28,9 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFai
 from llama_core.launch.attempts import LOG_HEADER, log_path
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import WORKER, JobHandle
+from llama_core.launch.jobs.launcher import started_ranks
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.places import private_place
-from llama_core.launch.rank.started import started_ranks
 from llama_core.launch.verdict import RESUME
 from llama_core.log_lines import LineFormatter
 from llama_core.machine.defaults import resolve_machine_defaults
@@ -70,9 +71,11 @@ def run_loader_chain(
             raise ConfigError(f"gpus={gpus}, but {num_ranks} processes were started; use --gpus {num_ranks}")
         return _with_group(config, loaders, steps, run_dir, resume=resume)
     if not config.launch.is_here:
+        launcher = config.launch.kind
+        how = f": {launcher.starts_a_script.format(num_ranks=gpus)} {_script()}" if launcher.starts_a_script else ""
         raise ConfigError(
-            "launcher=slurm: a job cannot read the dataloader of this process; start the script on every rank: "
-            f"srun --ntasks={gpus} {_script()}"
+            f"launcher={launcher.name}: a job cannot read the dataloader of this process; start the script on every "
+            f"rank{how}"
         )
 
     def prepare() -> RunDirectory:

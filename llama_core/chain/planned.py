@@ -9,7 +9,7 @@ from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
-from llama_core.launch.scheduler import largest_node_bytes
+from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
 from llama_core.objectives.preferences import has_reference, num_references
@@ -231,11 +231,10 @@ def _chosen_nodes(config: RunConfig) -> tuple[str, ...]:
 def _node_memory(config: RunConfig, machine: Machine) -> tuple[str, int] | None:
     """Return a name for the memory of a node of the job, and its bytes; None if it is unknown."""
     launch = config.launch
-    if (asked := launch.memory_gb_per_node) is not None:
-        return f"{asked} GB of each node", asked * GIB  # Slurm's G are GiB
+    if (asked := launch.request.node_memory_gb) is not None:
+        return f"{asked} GB of each node", asked * GIB  # as schedulers count
     if not launch.is_here:
-        largest = largest_node_bytes(launch.slurm.partition)
-        return None if largest is None else ("the largest node of the partition", largest)
+        return launcher_of(launch.launcher).node_memory(config)
     # a plan for GPUs that are not here is one for another machine
     is_for_here = launch.device == "cpu" or config.parallel.gpus <= len(machine.gpus)
     return ("this machine's memory", machine.memory_bytes) if is_for_here and config.num_nodes == 1 else None

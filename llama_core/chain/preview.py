@@ -14,7 +14,7 @@ from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
 from llama_core.errors import DoesNotFitError
-from llama_core.launch.jobs.slurm_request import sbatch_script
+from llama_core.launch.jobs.launcher import known_launchers, launcher_of
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.time.cost import Cost
 from llama_core.records.directory import RunDirectory
@@ -116,16 +116,21 @@ def preview(
     return replace(previewed, twin=train_twin(planned.config, planned.plan))
 
 
-def preview_sbatch(config: RunConfig, run_dir: Path | None = None) -> str:
-    """Return the script that ``train --launcher slurm`` would submit, without a run directory, Slurm or a job.
+def preview_script(config: RunConfig, run_dir: Path | None = None) -> str:
+    """Return the script that ``train`` would submit, without a run directory, a scheduler or a job.
+
+    If the launcher of the run writes no scripts, the script is that of the first one that does.
 
     Raises:
         ConfigError, PlanError: if the request cannot be met.
         DoesNotFitError: if it does not fit and ``launch.force`` is not set.
     """
-    planned = plan_run(config.with_overrides("launch.launcher=slurm"))
+    own = launcher_of(config.launch.launcher)
+    launcher = next(one for one in (own, *known_launchers()) if one.script is not None)
+    planned = plan_run(config.with_overrides(f"launch.launcher={launcher.kind.name}"))
     refuse_unfit_on_any_nodes(planned)
     run = RunDirectory(new_run(planned.config, run_dir).path.absolute())
     folder = run.logs / "submitit" / "submission-00000"
     host_bytes = planned.estimate.host_bytes_to_ask_for
-    return sbatch_script(planned.config, run.name, folder, planned.plan.world_size, host_bytes, run_dir=run.path)
+    assert launcher.script is not None
+    return launcher.script(planned.config, run.name, folder, planned.plan.world_size, host_bytes, run_dir=run.path)

@@ -59,7 +59,7 @@ class Devices:
     pipeline_parallel: int = 1
     """Devices that divide the layers of each copy."""
     num_nodes: int = 1
-    """Nodes of the Slurm job around this process that have them, as many each; 1 for this machine."""
+    """Nodes of the job around this process that have them, as many each; 1 for this machine."""
 
     def __post_init__(self) -> None:
         numbers = {name: getattr(self, name) for name in _NUMBERS}

@@ -25,10 +25,12 @@ from llama_core.data.source_file import SourceFile, total_bytes
 from llama_core.data.tokenising import FoundSource, found_source, naming, writing_to
 from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
+from llama_core.launch.jobs.launcher import launcher_of
+from llama_core.launchers.registry import with_nodes
 from llama_core.units import MIB, format_bytes, format_duration
 
 NUM_TASKS = 16
-"""Elements of a job array if the command names no other number."""
+"""Jobs that build shards, if the command names no other number."""
 SLOW_BYTES_PER_SECOND = 4 * MIB
 """Bytes that one process reads and tokenises in a second; ``benchmarks/data_at_scale.py`` measures them."""
 LONGEST_WAIT_SECONDS = 600.0
@@ -68,14 +70,14 @@ def tokenize(config: RunConfig, num_workers: int | None = None) -> Tokenized:
     """Build the missing shards of a run's data. A call that was stopped at any moment goes on at the next one.
 
     Args:
-        config: the run. With ``launch.launcher=slurm``, a job array builds the shards, else processes of this machine.
-        num_workers: processes, or elements of the array; default: one process for each core, or ``NUM_TASKS`` elements.
+        config: the run. If its launcher runs tasks, jobs build the shards, else processes of this machine.
+        num_workers: processes, or jobs; default: one process for each core, or ``NUM_TASKS`` jobs.
 
     Raises:
         ConfigError: if the run has data of its own, or ``num_workers`` is not positive.
         DataError: if the data or the tokenizer cannot be used; shards that are finished are kept.
         HubError: if something of the Hub cannot be had.
-        EnvironmentMismatchError: if there is no Slurm here, or it refuses the job.
+        EnvironmentMismatchError: if the launcher is not to be had here, or refuses the jobs.
     """
     if config.data.source == DATALOADER:
         raise ConfigError("this run trains on a dataloader: there is nothing to tokenise")
@@ -128,7 +130,7 @@ def refuse_long_wait(config: RunConfig) -> None:
         raise DataError(
             f"{format_bytes(total_bytes(missing))} of {data.name} are not tokenised yet, for which the job's ranks "
             f"would wait {format_duration(_wait(missing))}; first run training-infra tokenize with the same arguments, "
-            "which uses all cores, here or of jobs without GPUs (--launcher slurm)"
+            f"which uses all cores, here or of jobs without GPUs ({with_nodes()})"
         )
 
 
@@ -165,16 +167,28 @@ def _orders(source: FoundSource) -> list[Order]:
 def _build(
     orders: list[Order], start: Start, config: RunConfig, num_workers: int | None, on_progress: OnProgress
 ) -> None:
-    if config.launch.is_here:
+    jobs = launcher_of(config.launch.launcher).tasks
+    if jobs is None:
         build_orders(orders, start, num_workers or num_cores(), on_progress)
         return
-    from llama_core.launch.jobs.shard_jobs import build_on_slurm
+    from llama_core.launch.jobs.shard_jobs import build_in_jobs
 
     folder = orders[0].directory / f"jobs-{uuid4().hex[:8]}"
-    slurm = config.launch.slurm.model_dump()
-    alone = RunConfig.from_mapping({"launch": {"launcher": "slurm", "device": "cpu", "slurm": slurm}})
-    say("tokenize", f"{len(orders):,} shards in a Slurm job array; its logs: {folder}")
-    build_on_slurm(orders, start, alone, num_workers or NUM_TASKS, folder=folder, on_progress=on_progress)
+    folder.mkdir(parents=True)
+    launch = config.launch
+    alone: dict[str, Any] = {"launcher": launch.launcher, "device": "cpu"}
+    if section := launch.kind.section:
+        alone[section] = launch.request.model_dump()
+    say("tokenize", f"{len(orders):,} shards in jobs of {launch.kind.title}; their logs: {folder}")
+    build_in_jobs(
+        orders,
+        start,
+        RunConfig.from_mapping({"launch": alone}),
+        num_workers or NUM_TASKS,
+        jobs=jobs,
+        folder=folder,
+        on_progress=on_progress,
+    )
 
 
 @contextmanager

@@ -210,22 +210,14 @@ def uneven_nodes(parallel: ParallelConfig, launch: LaunchConfig) -> Iterator[Pro
         yield _wrong("parallel.gpus", parallel.gpus, text, "launch.nodes")
 
 
-def wrong_gres(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
-    """Yield why ``launch.slurm.options.gres`` does not ask for the GPUs of the ranks of a node."""
-    slurm = launch.slurm
-    gpus = slurm.gres_gpus
-    if gpus is None or launch.device == "cpu" or launch.is_here:
+def wrong_request(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
+    """Yield why the job does not ask for the GPUs of the ranks of a node."""
+    if launch.device == "cpu":
         return
-    ranks = parallel.gpus // num_nodes
-    text = ""
-    if sum(entry.partition(":")[0] == "gpu" for entry in slurm.gres) > 1:
-        text = " names GPUs twice; use one kind"
-    elif gpus.count not in {None, ranks}:
-        text = f" asks for {gpus.count} GPUs on each node, which gets {ranks} ranks; use {gpus.entry(ranks)}"
-        text += ", or set launch.nodes"
-    if text:
-        key = "launch.slurm.options.gres"
-        yield _wrong(key, slurm.options["gres"], text, "launch.slurm.options", "parallel.gpus", "launch.nodes")
+    section = launch.kind.prefix
+    for wrong in launch.request.wrong_gpus(parallel.gpus // num_nodes):
+        key = f"{section}{wrong.key}"
+        yield _wrong(key, wrong.value, wrong.text, key.rpartition(".")[0], "parallel.gpus", "launch.nodes")
 
 
 def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:

@@ -41,7 +41,7 @@ class EvaluationConfig(Section):
     max_attempts: int = Field(3, ge=1)
     """Give up on a checkpoint after this many evaluations that were killed or crashed."""
     device: Device = "auto"
-    """cpu or cuda; auto: the run's in a Slurm job of its own, and the CPU beside ranks on this machine."""
+    """cpu or cuda; auto: the run's in a job of its own, and the CPU in a process beside the ranks."""
     dtype: EvaluationDtype = "fp32"
     """dtype of the weights and of the arithmetic: fp32, bf16 or fp16."""
     gpus: int | None = Field(None, ge=1)
@@ -51,13 +51,13 @@ class EvaluationConfig(Section):
     pp: Count = "auto"
     """Devices that divide the layers of each copy; auto: 1 if the GPUs of a node hold it, or else as few as do."""
     nodes: Count = "auto"
-    """Nodes of each Slurm job, with as many devices each; auto: as few as have these, or one for CPU processes."""
+    """Nodes of each job, with as many devices each; auto: as few as have these, or one for CPU processes."""
     partition: SlurmName | None = None
-    """Partition of the Slurm jobs; default: that of the run."""
+    """Partition of the jobs, on Slurm; default: that of the run."""
     qos: SlurmName | None = None
     """Their quality of service; default: that of the run."""
     time_limit_min: Minutes = 120
-    """Their time limit, in minutes or as Slurm writes it."""
+    """Their time limit, in minutes or as 12:00:00, 1-12 (a day and 12 hours)."""
 
     @field_validator("tp", "pp", "nodes", mode="before")
     @classmethod

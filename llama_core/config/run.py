@@ -16,6 +16,7 @@ from pydantic import Field, ModelWrapValidatorHandler, field_validator, model_va
 from pydantic_core import PydanticCustomError
 
 from llama_core.config.architecture import ArchitectureConfig
+from llama_core.config.commands import refuse_commands_of_others
 from llama_core.config.contradictions import (
     MODEL,
     endless_warmup,
@@ -34,9 +35,9 @@ from llama_core.config.contradictions import (
     without_fp8,
     without_ramp,
     wrong_elasticity,
-    wrong_gres,
     wrong_mixture,
     wrong_parametrization,
+    wrong_request,
     wrong_stages,
 )
 from llama_core.config.evaluation import EvaluationConfig
@@ -57,7 +58,6 @@ from llama_core.config.settings import (
     DataConfig,
     GradientCompression,
     LaunchConfig,
-    LauncherName,
     Offload,
     ParallelConfig,
     Precision,
@@ -69,7 +69,6 @@ from llama_core.config.settings import (
     ZeroStage,
     literal_values,
 )
-from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.config.stages import Stage, later_stages, rows_before, tokens_before
 from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults, not_a_strategy
 from llama_core.config.strict_yaml import write_yaml
@@ -94,7 +93,6 @@ __all__ = [
     "DataConfig",
     "GradientCompression",
     "LaunchConfig",
-    "LauncherName",
     "Offload",
     "ParallelConfig",
     "Precision",
@@ -209,7 +207,7 @@ class RunConfig(Section):
         )
         yield from needless_parts(self.strategy, {"lora": self.lora, "moe": self.moe}, self.trainable)
         yield from uneven_nodes(self.parallel, self.launch)
-        yield from wrong_gres(self.launch, self.parallel, self.num_nodes)
+        yield from wrong_request(self.launch, self.parallel, self.num_nodes)
         yield from wrong_elasticity(self.launch, self.parallel, self.num_nodes)
         yield from without_fp8(self.training, self.launch)
         yield from endless_warmup(self.training)
@@ -364,16 +362,16 @@ class RunConfig(Section):
     def num_nodes(self) -> int:
         """Machines the devices are spread over: as requested, else as few as hold the GPUs, as many on each.
 
-        A node has as many GPUs as ``launch.slurm.options.gres`` names, else as the machines usually have.
+        A node has as many GPUs as the job asks for, else as the machines usually have.
         """
         launch, gpus = self.launch, self.parallel.gpus
         if launch.nodes is not None:
             return launch.nodes
         if launch.device == "cpu":
             return 1
-        gres = None if launch.is_here else launch.slurm.gres_gpus
-        if gres is not None and gres.count and gpus % gres.count == 0:
-            return gpus // gres.count
+        of_a_node = launch.request.gpus_of_a_node
+        if of_a_node and gpus % of_a_node == 0:
+            return gpus // of_a_node
         return fewest_nodes(gpus, gpu_spec(launch.gpu_type or DEFAULT_GPU_TYPE))
 
     @property

@@ -22,9 +22,12 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from llama_core.config.hardware import MOST_DEVICES, gpu_spec
+from llama_core.config.job_request import JobRequest
 from llama_core.config.section import Key, KnownName, Section
 from llama_core.config.slurm import SlurmConfig
 from llama_core.errors import did_you_mean
+from llama_core.launchers.registry import DEFAULT_LAUNCHER, LAUNCHERS
+from llama_core.launchers.traits import LauncherType
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
@@ -57,7 +60,6 @@ UNNAMED = ""
 
 AttentionKernel = Literal["auto", "math"]
 Device = Literal["auto", "cpu", "cuda"]
-LauncherName = Literal["local", "slurm"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
 OnBadStep = Literal["skip", "rollback", "stop"]
 GradientCompression = Literal["none", "bf16", "powersgd"]
@@ -540,7 +542,7 @@ class LaunchConfig(Section):
 
     every_key: ClassVar[Key] = HOW
 
-    launcher: LauncherName = "local"
+    launcher: Annotated[str, KnownName(LAUNCHERS)] = DEFAULT_LAUNCHER
     """local (this machine) or slurm."""
     device: Device = "auto"
     """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
@@ -551,8 +553,8 @@ class LaunchConfig(Section):
     nodes: int | None = Field(None, ge=1)
     """Machines the devices are spread over; default: as few as hold that many GPUs, and one for CPU processes."""
     min_nodes: int | None = Field(None, ge=1)
-    """Fewest nodes that a Slurm job starts with, such as after it has lost one: it takes the free nodes, up to
-    `nodes`, and plans anew for them; default: all nodes."""
+    """Fewest nodes that a job starts with, such as after it has lost one: it takes the free nodes, up to `nodes`, and
+    plans anew for them; default: all nodes."""
     collective_timeout_s: int = Field(600, ge=1)
     """Seconds that ranks wait for each other before the run counts as hung."""
     hang_timeout_s: int = Field(1800, ge=1)
@@ -573,14 +575,27 @@ class LaunchConfig(Section):
         return None if name is None else gpu_spec(name).name
 
     @property
-    def is_here(self) -> bool:
-        """Whether the ranks run on this machine."""
-        return self.launcher == "local"
+    def kind(self) -> LauncherType:
+        """The launcher, with its facts."""
+        return LAUNCHERS.named(self.launcher)
 
     @property
-    def memory_gb_per_node(self) -> int | None:
-        """Memory requested on each node, in GiB; None for ranks on this machine, or if the job leaves it open."""
-        return None if self.is_here else self.slurm.memory_gb_per_node
+    def is_here(self) -> bool:
+        """Whether the ranks run on this machine."""
+        return self.kind.is_here
+
+    @property
+    def request(self) -> JobRequest:
+        """What the launcher's job asks for."""
+        section = self.kind.section
+        request: JobRequest = getattr(self, section) if section else JobRequest()
+        return request
+
+
+def request_sections() -> dict[str, type[JobRequest]]:
+    """Return the sections of ``launch`` in which a job says what it asks for, by name."""
+    kinds = {name: field.annotation for name, field in LaunchConfig.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, JobRequest)}
 
 
 KEYS_OF_TRACKERS = {TENSORBOARD.name: "tracking.tensorboard", WANDB.name: "tracking.wandb"}

@@ -2,20 +2,15 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from llama_core.config.section import Section
-from llama_core.errors import ConfigError
+from llama_core.config.job_request import JobRequest, WrongRequest
 from llama_core.redaction import assigns_secret
-
-CORES_OF_A_CPU_RANK, CORES_OF_A_CUDA_RANK = 4, 8
-"""Cores of a rank if the request names none; those of a CUDA rank if Slurm does not say what a node has."""
 
 _TAKEN = frozenset(
     ("account", "array", "chdir", "clusters", "comment", "constraint", "cpus-per-task", "error", "export",
@@ -24,7 +19,6 @@ _TAKEN = frozenset(
      "partition", "qos", "quiet", "requeue", "signal", "test-only", "time", "usage", "version", "wait", "wrap")
 )  # fmt: skip
 """Options that have their own keys here, or that this software relies on."""
-_SECTION = "launch.slurm."
 _HARMLESS = frozenset(
     ("begin", "contiguous", "core-spec", "cores-per-socket", "cpu-bind", "cpu-freq", "cpus-per-gpu", "deadline",
      "dependency", "distribution", "exclude", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gres",
@@ -111,36 +105,6 @@ def _minutes(value: Any) -> Any:
     return first + math.ceil(second / 60)  # minutes[:seconds]
 
 
-def commands_in(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that run programs as this user, of some by their dotted keys."""
-    return {key: value for key, value in settings.items() if value not in (None, [], {}) and _runs_programs(key)}
-
-
-def refuse_commands_of_others(path: Path, settings: Mapping[str, Any], of_others: str) -> None:
-    """Refuse a configuration that runs programs as this user, if somebody else may have written it.
-
-    Args:
-        path: its file.
-        settings: its values by dotted key.
-        of_others: by ``YamlFile.of_others``.
-
-    Raises:
-        ConfigError: naming the keys that run programs.
-    """
-    found = commands_in(settings)
-    if found and of_others:
-        raise ConfigError(
-            f"{path} {of_others}, and its {', '.join(found)} runs programs as you; read it, and copy the file to use it"
-        )
-
-
-def _runs_programs(key: str) -> bool:
-    section, _, name = key.removeprefix(_SECTION).partition(".")
-    if not key.startswith(_SECTION) or section not in {"setup", "options", "srun_options"}:
-        return False
-    return name not in _HARMLESS
-
-
 SlurmName = Annotated[str, AfterValidator(_one_word)]
 OptionName = Annotated[str, AfterValidator(_option)]
 OptionValue = Annotated[str | int | bool, BeforeValidator(_value)]
@@ -150,7 +114,7 @@ Minutes = Annotated[int, Field(ge=1), BeforeValidator(_minutes)]
 """A time limit."""
 
 
-class SlurmConfig(Section):
+class SlurmConfig(JobRequest):
     """Settings of a Slurm job."""
 
     partition: SlurmName | None = None
@@ -200,6 +164,50 @@ class SlurmConfig(Section):
         without = {key: value for key, value in self.options.items() if key != "gres"}
         return without | ({"gres": ",".join(entries)} if entries else {})
 
+    @property
+    def node_memory_gb(self) -> int | None:
+        """Host memory that it asks for on each node, in GiB; None if it leaves that open."""
+        return self.memory_gb_per_node
+
+    @property
+    def gpus_of_a_node(self) -> int | None:
+        """GPUs that ``options.gres`` asks for on each node; None if it gives no number."""
+        return self.gres_gpus.count if self.gres_gpus else None
+
     def cores_of_a_rank(self, device: str) -> int:
         """Return the cores of a rank on ``device``; on CUDA, if none were asked for, a job may get others."""
-        return self.cpus_per_rank or (CORES_OF_A_CUDA_RANK if device == "cuda" else CORES_OF_A_CPU_RANK)
+        return self.cpus_per_rank or super().cores_of_a_rank(device)
+
+    def wrong_gpus(self, num_ranks: int) -> Iterator[WrongRequest]:
+        """Yield why ``options.gres`` does not ask for the GPUs of the ``num_ranks`` ranks of a node."""
+        gpus = self.gres_gpus
+        if gpus is None:
+            return
+        text = ""
+        if sum(entry.partition(":")[0] == "gpu" for entry in self.gres) > 1:
+            text = " names GPUs twice; use one kind"
+        elif gpus.count not in {None, num_ranks}:
+            text = f" asks for {gpus.count} GPUs on each node, which gets {num_ranks} ranks; use "
+            text += f"{gpus.entry(num_ranks)}, or set launch.nodes"
+        if text:
+            yield WrongRequest("options.gres", self.options["gres"], text)
+
+    def of_an_evaluation(self, partition: str | None, qos: str | None, time_limit_min: int, *, with_gpus: bool) -> Self:
+        """Return what the job of an evaluation asks for; the arguments are those of ``JobRequest``."""
+        options = self.options if with_gpus else self.options_with_gpus(0)
+        return self.model_copy(
+            update={
+                "partition": partition or self.partition,
+                "qos": qos or self.qos,
+                "time_limit_min": time_limit_min,
+                "memory_gb_per_node": None,
+                # the whole nodes that ranks may want
+                "options": {key: value for key, value in options.items() if key != "exclusive"},
+            }
+        )
+
+    @classmethod
+    def runs_programs(cls, key: str) -> bool:
+        """Return whether a setting, by its dotted name inside the section, may run programs as this user."""
+        section, _, name = key.partition(".")
+        return section in {"setup", "options", "srun_options"} and name not in _HARMLESS

@@ -1,7 +1,8 @@
 """A job's records in the run's logs: the current attempt, how each of its ranks ended, and their output.
 
-Slurm may restart a job under the same id on other nodes: after preemption, a time limit, or a node failure. Each start
-is an attempt with its own records, so that surviving ranks of an earlier attempt cannot be mistaken for a later one's.
+A scheduler may restart a job under the same id on other nodes: after preemption, a time limit, or a node failure. Each
+start is an attempt with its own records, so that surviving ranks of an earlier attempt cannot be mistaken for a later
+one's.
 """
 
 import os
@@ -26,6 +27,9 @@ JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
 RESTART_VARIABLE = "TRAINING_INFRA_RESTART"
 """Environment variable with the number of earlier starts of a rank's job."""
 
+NODE_VARIABLE = "TRAINING_INFRA_NODE"
+"""Environment variable with the name of a rank's node; unset if a worker is started by hand."""
+
 LOG_HEADER = "=== job "
 """Start of the line that separates the attempts in a rank's log."""
 
@@ -41,7 +45,7 @@ class Attempt:
     restart: int
     """Number of earlier starts of the job."""
     nodes: str
-    """The job's nodes, as Slurm abbreviates them; empty for a local job."""
+    """The job's nodes, as its scheduler abbreviates them; empty on this machine."""
     started_at: Time
 
     def is_of(self, job: JobRecord) -> bool:
@@ -69,7 +73,7 @@ class RankExit:
     silent_seconds: float | None = None
     """Seconds without a step when the supervisor ended it for that; None if it ended otherwise."""
     host: str = ""
-    """Its node, as Slurm names it."""
+    """Its node, as its scheduler names it."""
 
     @property
     def failed(self) -> bool:
@@ -138,8 +142,8 @@ def own_job(run: RunDirectory) -> JobRecord | None:
 
 
 def own_host() -> str:
-    """Return the name of this process's node, as Slurm knows it."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    """Return the name of this process's node, as its scheduler knows it."""
+    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def own_restart() -> int:
@@ -153,7 +157,7 @@ def end_of_log(run: RunDirectory, rank: int) -> str:
 
 
 def submission_log(run: RunDirectory, job: JobRecord) -> str:
-    """Return the end of ``job``'s output outside its ranks: messages of submitit, srun and slurmstepd."""
+    """Return the end of ``job``'s output outside its ranks: messages of submitit and of the scheduler."""
     own = own_submission(Path(job.folder), run)
     if own is None:
         return ""

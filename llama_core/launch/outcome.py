@@ -11,7 +11,8 @@ from llama_core.launch.attempts import (
     own_restart,
 )
 from llama_core.launch.places import submission_folders
-from llama_core.launch.verdict import RESUME, RUN, VERDICT_OF_STATE, Verdict, verdict_of_ranks
+from llama_core.launch.verdict import RESUME, RUN, Verdict, verdict_of_ranks
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now, read_typed
 from llama_core.records.job import AttemptRecord, JobRecord, Outcome, OutcomeStatus
@@ -57,15 +58,16 @@ def record_interruption(run: RunDirectory) -> bool:
 
 
 def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict) -> Outcome:
-    """Write why ``attempt`` ended, after which Slurm starts ``job`` again.
+    """Write why ``attempt`` ended, after which the scheduler starts ``job`` again.
 
     Args:
         run: the run the job works on.
         job: the job.
         attempt: the one that ended; later steps belong to the next.
-        verdict: why it ended; its next action is dropped, since Slurm restarts the job.
+        verdict: why it ended; its next action is dropped, since the job is restarted.
     """
-    waiting = Verdict(verdict.status, verdict.reason, "nothing to do: Slurm has queued the job again")
+    next_action = f"nothing to do: {LAUNCHERS.named(job.launcher).title} has queued the job again"
+    waiting = Verdict(verdict.status, verdict.reason, next_action)
     return _record(run, job, attempt.restart, waiting, requeued=True)
 
 
@@ -75,12 +77,12 @@ def record_surrender(run: RunDirectory, job: JobRecord, attempt: Attempt, verdic
 
 
 def is_requeued(run: RunDirectory, attempt: Attempt) -> bool:
-    """Return whether the outcome already records that Slurm restarts the job of ``attempt``."""
+    """Return whether the outcome already records that the scheduler restarts the job of ``attempt``."""
     recorded = _of(_attempts(run), attempt.job_id, attempt.submitted_at, attempt.restart)
     return recorded is not None and recorded["requeued"]
 
 
-def conclude(run: RunDirectory, job: JobRecord, scheduler_state: str | None = None) -> Outcome:
+def conclude(run: RunDirectory, job: JobRecord, scheduled: Verdict | None = None) -> Outcome:
     """Return why the ended ``job`` ended, and make sure that ``outcome.json`` records it.
 
     The worker's own record stands, except that the scheduler's reason for stopping the job replaces 'cancelled'.
@@ -89,10 +91,9 @@ def conclude(run: RunDirectory, job: JobRecord, scheduler_state: str | None = No
     Args:
         run: the run the job worked on.
         job: the ended job.
-        scheduler_state: Slurm's name for the state the job ended in, such as ``'NODE_FAIL'``; None for a local job.
+        scheduled: why its scheduler has ended it; None if there is none, or it does not say.
     """
     recorded = concluded(run, job)
-    scheduled = VERDICT_OF_STATE.get(scheduler_state or "")
     restart = _restart(run, job)
     if recorded is None:
         last = _of(_attempts(run), job.job_id, job.submitted_at, restart)

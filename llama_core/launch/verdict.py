@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_core.launch.attempts import RankExit, end_of_log, flight_recorder, log_path, read_rank_exits, submission_log
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, OutcomeStatus
 
@@ -16,12 +17,11 @@ LOST_PEERS_EXIT = 75
 STOPPED_EXIT = 76
 """Exit code of a rank that was asked to stop and did so after a step that all ranks agreed on, with a checkpoint."""
 
+_MORE_MEMORY = [f"on {row.title} also more {row.more_memory}" for row in LAUNCHERS.built_in() if row.more_memory]
 LESS_MEMORY = (
-    "use a smaller parallel.microbatch_size or parallel.recompute=full (on Slurm also more "
-    "launch.slurm.memory_gb_per_node), then --resume"
+    f"use a smaller parallel.microbatch_size or parallel.recompute=full ({'; '.join(_MORE_MEMORY)}), then --resume"
 )
 MORE_DISK = "free some space there, or lower training.keep_checkpoints, then --resume"
-LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"
 RESUME = "start it again with --resume"
 
 _CUT_OFF = "the network between them failed, or each waited for another"
@@ -81,17 +81,18 @@ class Evidence:
     next_action: str
 
 
-def find_evidence(text: str, *, host: str, on_slurm: bool) -> Evidence | None:
+def find_evidence(text: str, *, host: str, job: JobRecord | None) -> Evidence | None:
     """Return what a rank's error or log proves about memory and device; None if it says nothing about them.
 
     Args:
         text: the rank's words.
         host: the name of its node.
-        on_slurm: whether Slurm can give the job other nodes.
+        job: its job; None if it was started by hand.
     """
+    other_nodes = LAUNCHERS.named(job.launcher).other_nodes if job else ""
     elsewhere = (
-        f"continue on other nodes: --resume --set launch.slurm.options.exclude={host}"
-        if on_slurm
+        f"continue on other nodes: --resume --set {other_nodes.format(host=host)}"
+        if other_nodes
         else f"look at the devices of {host} (nvidia-smi -q, dmesg), reset or replace the broken one, then --resume"
     )
     kernel = (
@@ -114,18 +115,6 @@ def find_evidence(text: str, *, host: str, on_slurm: bool) -> Evidence | None:
     return None
 
 
-VERDICT_OF_STATE = {
-    "TIMEOUT": Verdict("timeout", "Slurm ended the job at its time limit", LONGER_LIMIT),
-    "DEADLINE": Verdict("timeout", "Slurm ended the job at its deadline", RESUME),
-    "PREEMPTED": Verdict("preempted", "Slurm gave the job's nodes to another job", RESUME),
-    "NODE_FAIL": Verdict("node-failure", "a node of the job failed", RESUME),
-    "BOOT_FAIL": Verdict("node-failure", "a node of the job did not boot", RESUME),
-    "OUT_OF_MEMORY": Verdict("oom", "the job used more host memory than it had asked Slurm for", LESS_MEMORY),
-    "CANCELLED": Verdict("cancelled", "the job was cancelled in Slurm", RESUME),
-}  # fmt: skip
-"""Why a job ended, by Slurm's name for its final state."""
-
-
 @dataclass(frozen=True)
 class _Ending:
     """How the ranks of an attempt ended, in order of time."""
@@ -142,7 +131,7 @@ class _Ending:
     @property
     def culprit(self) -> RankExit | None:
         """The rank to blame: the first that failed by itself."""
-        # Slurm sends SIGTERM to the others once one has failed, and the clocks of two nodes may show another order.
+        # Slurm, for one, sends SIGTERM to the others once one has failed, and clocks of nodes may show another order.
         first = self.failed[0] if self.failed else None
         return next((rank_exit for rank_exit in self.failed if rank_exit.signal != signal.SIGTERM), first)
 
@@ -174,7 +163,7 @@ def _lost_the_others(run: RunDirectory, job: JobRecord, rank_exit: RankExit) -> 
 
 
 def _ended_with_the_others(rank_exit: RankExit, lost: Sequence[RankExit]) -> bool:
-    """Return whether Slurm killed a rank because NCCL's watchdogs had ended ``lost``: it had left them waiting."""
+    """Return whether a rank was killed because NCCL's watchdogs had ended ``lost``: it had left them waiting."""
     killed = rank_exit.signal in {signal.SIGTERM, signal.SIGKILL} and not rank_exit.oom_killed
     ended = [e.ended_at for e in lost if e.signal == signal.SIGABRT]
     return killed and bool(ended) and rank_exit.ended_at > min(ended) - _SKEW_SECONDS
@@ -308,7 +297,7 @@ _CAUSES = (_refused, _killed_by_the_kernel, _said_so, _signalled, _interrupted)
 
 
 def _evidence(text: str, job: JobRecord, rank_exit: RankExit) -> Evidence | None:
-    return find_evidence(text, host=rank_exit.host, on_slurm=job.launcher == "slurm")
+    return find_evidence(text, host=rank_exit.host, job=job)
 
 
 def _of_signal(rank: int, number: int) -> Verdict:
@@ -341,8 +330,9 @@ def _of_vanished_rank(run: RunDirectory, job: JobRecord, rank: int) -> Verdict:
     evidence = _OUT_OF_MEMORY.search(log)
     if evidence:
         return Verdict("oom", f"rank {rank} ran out of memory: {_line_around(evidence)}", LESS_MEMORY)
-    if "Job credential revoked" in log:  # a lost node came back just as the job was about to start on it again
-        return Verdict("node-failure", "a node that Slurm had lost and got back did not accept the job again", RESUME)
+    for cause in LAUNCHERS.named(job.launcher).kept_from_starting:
+        if cause.words in log:
+            return Verdict("node-failure", cause.reason, RESUME)
     if "Traceback (most recent call last)" in log:
         return Verdict("crashed", f"rank {rank} did not start: {_last_line(log)}", "fix the cause, then --resume")
     return Verdict("crashed", f"rank {rank} vanished without an exit code: it or its supervisor was killed", RESUME)

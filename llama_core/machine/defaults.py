@@ -6,6 +6,7 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, GPUS_PER_NODE
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launchers.registry import with_nodes
 from llama_core.machine.detect import Machine
 
 MOST_READING_THREADS = 4
@@ -50,40 +51,47 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
     """Return the device to use, and the reason if the configuration leaves it to the machine."""
     device = config.launch.device
     gpus = config.parallel.gpus
-    if not config.launch.is_here:
-        return "cuda" if device == "auto" else device, "the default on Slurm"
+    launcher = config.launch.kind
+    if not launcher.is_here:
+        if config.is_elastic and not launcher.takes_fewer_nodes:
+            raise EnvironmentMismatchError(
+                f"launch.min_nodes={config.launch.min_nodes}: {launcher.title} starts a job with all of its nodes or "
+                "not at all; leave it out"
+            )
+        return "cuda" if device == "auto" else device, f"the default on {launcher.title}"
     if config.launch.nodes is not None and config.launch.nodes > 1:
         raise EnvironmentMismatchError(
-            f"launch.nodes={config.launch.nodes}: the local launcher uses only this machine; use --launcher slurm"
+            f"launch.nodes={config.launch.nodes}: the {launcher.name} launcher uses only this machine; "
+            f"use {with_nodes()}"
         )
     if device == "cpu":
         return device, ""
     if not machine.gpus:
         if device == "cuda":
             raise EnvironmentMismatchError(
-                "device=cuda: this machine has no CUDA device that torch can use; add --device cpu, or --launcher slurm"
+                f"device=cuda: this machine has no CUDA device that torch can use; add --device cpu, or {with_nodes()}"
             )
         if gpus > 1:
             raise EnvironmentMismatchError(
                 f"gpus={gpus}: this machine has no CUDA device; add --device cpu for {gpus} CPU processes, "
-                "or --launcher slurm"
+                f"or {with_nodes()}"
             )
         if config.training.precision == "fp8":
             raise EnvironmentMismatchError(
                 "training.precision=fp8 needs a GPU, and this machine has no CUDA device that torch can use; "
-                "use bf16 or fp32, or --launcher slurm"
+                f"use bf16 or fp32, or {with_nodes()}"
             )
         return "cpu", "this machine has no CUDA device that torch can use"
     if gpus > len(machine.gpus):
         raise EnvironmentMismatchError(
-            f"gpus={gpus}: this machine has {len(machine.gpus)}; use --gpus {len(machine.gpus)}, or --launcher slurm"
+            f"gpus={gpus}: this machine has {len(machine.gpus)}; use --gpus {len(machine.gpus)}, or {with_nodes()}"
         )
     return "cuda", f"this machine has {machine.gpus[0]}"
 
 
 def _num_workers(config: RunConfig, machine: Machine, device: str) -> tuple[int, str]:
     here = machine.cores // config.parallel.gpus
-    cores = here if config.launch.is_here else config.launch.slurm.cores_of_a_rank(device)
+    cores = here if config.launch.is_here else config.launch.request.cores_of_a_rank(device)
     return reading_threads(cores), f"{cores} core{'' if cores == 1 else 's'} per rank"
 
 

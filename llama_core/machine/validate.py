@@ -3,7 +3,6 @@
 import os
 import platform
 import shutil
-import socket
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -117,32 +116,6 @@ def check_machine(found: Findings, config: RunConfig | None, run_dir: Path, *, s
     if config is not None:
         _check_request(found, config, machine)
         _check_extras(found, config)
-        if warning := unused_allocation(config):
-            found.warnings.append(warning)
-
-
-def unused_allocation(config: RunConfig) -> str:
-    """Return how a run leaves the Slurm job around this shell unused; empty if it does not, or there is none."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if not job or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun has started the ranks
-        return ""
-    if not config.launch.is_here:
-        return (
-            f"this shell is inside Slurm job {job}, and the run gets a job of its own; leave this one so that it does "
-            "not keep nodes from it, or use its node with --launcher local"
-        )
-    if "SLURMD_NODENAME" not in os.environ:
-        return (
-            f"this shell of Slurm job {job}, and so the run, is on {socket.gethostname()}, not on a node of the job; "
-            "put srun --nodes=1 --ntasks=1 --pty before the command, with the GPUs and cores of the ranks"
-        )
-    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-    if num_nodes != "1":
-        return (
-            f"Slurm job {job} has {num_nodes} nodes, and the ranks of a local run share this one; use --launcher slurm "
-            "from outside of the job for more"
-        )
-    return ""
 
 
 def _check_packages(found: Findings) -> None:

@@ -10,6 +10,7 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, gpu_spec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
+from llama_core.launchers.traits import LauncherType
 from llama_core.planning.evaluation import Forward, evaluation_bytes, weight_bytes
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import itemsize_of
@@ -40,9 +41,9 @@ def evaluating_device(config: RunConfig, *, beside_ranks: bool) -> str:
     asked = config.evaluation.device
     if asked != "auto":
         return asked
-    if config.launch.is_here:
-        return "cpu" if beside_ranks else "auto"
-    return config.launch.device
+    if config.launch.kind.runs_tasks:
+        return config.launch.device
+    return "cpu" if beside_ranks else "auto"
 
 
 def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
@@ -60,8 +61,9 @@ def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
         DoesNotFitError: if the model does not fit the GPUs, and ``launch.force`` is not set.
     """
     asked = config.evaluation
-    if config.launch.is_here and asked.nodes not in {"auto", 1}:
-        raise ConfigError(f"evaluation.nodes={asked.nodes}: the run's jobs are processes of this machine; drop it")
+    launcher = config.launch.kind
+    if not launcher.runs_tasks and asked.nodes not in {"auto", 1}:
+        raise ConfigError(f"evaluation.nodes={asked.nodes}: {_no_jobs(launcher)}; drop it")
     _check_what_is_asked(config.spec, asked)
     if device == "cpu":
         return _on_cpu(config.spec, asked)
@@ -81,6 +83,34 @@ def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
     if not config.launch.force:
         raise DoesNotFitError(_too_small(config, leanest, gpu))
     return leanest
+
+
+def evaluating_request(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
+    """Return a configuration whose job asks for what an evaluation's does: its nodes, its devices and its limit.
+
+    Args:
+        config: the run.
+        shared: how devices share the evaluation.
+    """
+    asked = config.evaluation
+    device = evaluating_device(config, beside_ranks=True)
+    launch: dict[str, object] = {"device": device, "nodes": shared.nodes, "min_nodes": None}
+    if section := config.launch.kind.section:
+        launch[section] = config.launch.request.of_an_evaluation(
+            asked.partition, asked.qos, asked.time_limit_min, with_gpus=device == "cuda"
+        )
+    return config.model_copy(
+        update={
+            "launch": config.launch.model_copy(update=launch),
+            "parallel": config.parallel.model_copy(update={"gpus": shared.plan.world_size}),
+        }
+    )
+
+
+def _no_jobs(launcher: LauncherType) -> str:
+    if launcher.is_here:
+        return "the run's jobs are processes of this machine"
+    return f"{launcher.title} gives no jobs to evaluations, which run beside the first rank"
 
 
 def _is_fixed(asked: EvaluationConfig, key: str) -> bool:

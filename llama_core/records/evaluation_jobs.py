@@ -28,7 +28,7 @@ class EvaluationAttempt:
     attempt: int
     """Counted from 1."""
     job_id: str
-    """Slurm's; empty for a process of whoever has started it."""
+    """The scheduler's; empty for a process of whoever has started it."""
 
 
 @dataclass(frozen=True)

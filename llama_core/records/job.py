@@ -35,14 +35,14 @@ class JobRecord:
 
     launcher: str
     job_id: JobId
-    """Slurm's job id, or the process id of the local controller."""
+    """The scheduler's id of it, or the process id of what started its ranks."""
     host: str
     """Machine it was submitted from."""
     submitted_at: Time
     name: str = ""
-    """Its name in Slurm's queue."""
+    """Its name in the queue; empty without one."""
     cluster: str = ""
-    """The name of the Slurm cluster; empty on this machine."""
+    """The name of the cluster; empty on this machine."""
     grace_seconds: float = 120.0
     """Time the job gets to finish its step and save a checkpoint before it is killed."""
     folder: str = ""
@@ -60,11 +60,11 @@ class AttemptRecord(TypedDict):
     """None if no job of ours ran it."""
     submitted_at: str | None
     restart: int
-    """Number of earlier starts by Slurm."""
+    """Number of earlier starts by the scheduler."""
     status: str
     reason: str
     requeued: bool
-    """Whether Slurm queued its job again."""
+    """Whether the scheduler queued its job again."""
     first_step: int | None
     last_step: int | None
     started_at: Time | None

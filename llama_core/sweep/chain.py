@@ -17,11 +17,11 @@ class SweepSteps:
     """The functions that carry out the steps of one sweep: plain functions or Prefect tasks."""
 
     validate: Callable[[SweepDirectory], None]
-    """Check this machine, and Slurm, for all elements."""
+    """Check this machine, and the launchers, for all elements."""
     rehearse: Callable[[SweepDirectory], None]
     """Count the bytes of each element on fake tensors; skip those that do not fit."""
     submit: Callable[[SweepDirectory], list[JobHandle]]
-    """Submit the Slurm elements; return all running jobs."""
+    """Submit the elements whose jobs a queue takes; return all running jobs."""
     follow: Callable[[SweepDirectory, Sequence[JobHandle]], None]
     """Follow the jobs to their end, and run the local elements."""
     remember: Callable[[SweepDirectory], Judgement | None]

@@ -93,7 +93,7 @@ class Comparison:
 def compare(
     config: SweepConfig, steps: SweepSteps, sweep_dir: Path | None = None, *, resume: bool = False
 ) -> Comparison:
-    """Measure the elements of a sweep that this machine or Slurm can run, and predict the others.
+    """Measure the elements of a sweep that this machine or a cluster can run, and predict the others.
 
     Args:
         config: the sweep.
@@ -154,7 +154,7 @@ def _without_running(element: Element, base: RunConfig) -> ComparisonRow | None:
 
 
 def _plan_here(config: RunConfig) -> PlannedRun | None:
-    """Return the plan of a run on this machine or through Slurm; None if the devices are missing."""
+    """Return the plan of a run on this machine or a cluster; None if the devices are missing."""
     try:
         return plan_run(config)
     except EnvironmentMismatchError:

@@ -109,7 +109,7 @@ class ElementEvaluations:
             time.sleep(LOOK_SECONDS)
 
     def stop(self) -> None:
-        """End the evaluations that nobody else could find again; Slurm's go on."""
+        """End the evaluations that nobody else could find again; those in jobs of their own go on."""
         for evaluator in self._left.values():
             evaluator.stop()
 

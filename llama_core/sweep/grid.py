@@ -15,13 +15,13 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from llama_core.config.commands import refuse_commands_of_others
 from llama_core.config.files import read_yaml
 from llama_core.config.names import keys_meant
 from llama_core.config.overrides import Override, parsed_overrides
 from llama_core.config.pretrained import with_settings_of_weights
 from llama_core.config.run import RunConfig, config_keys
 from llama_core.config.section import Section, whole_count
-from llama_core.config.slurm import refuse_commands_of_others
 from llama_core.config.validation import message_of
 from llama_core.errors import ConfigError, Problem, ask_for, did_you_mean
 from llama_core.records.files import by_dotted_key

@@ -17,6 +17,7 @@ from llama_core.chain.announcements import say_environment
 from llama_core.chain.console import say, watch
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.runs import is_finished, load_config, load_plan
+from llama_core.config.settings import request_sections
 from llama_core.errors import (
     ConfigError,
     EnvironmentMismatchError,
@@ -28,7 +29,6 @@ from llama_core.errors import (
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import WORKER, JobHandle, cancel_all
 from llama_core.launch.outcome import read_outcome
-from llama_core.launch.scheduler import SharedAnswers
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.job import Outcome, Part
@@ -59,10 +59,10 @@ SWEEPS = Path("sweeps")
 CANCEL_GRACE_SECONDS = 15.0
 """Time that jobs which only time steps get to stop before they are killed; they have nothing to save."""
 LOOK_SECONDS = 1.0
-"""Time between two checks of the jobs; Slurm itself is asked less often."""
+"""Time between two checks of the jobs; their scheduler is asked less often."""
 
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
-_FREE_TO_CHANGE = {"slurm", "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
+_FREE_TO_CHANGE = {*request_sections(), "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
 """Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
 
 
@@ -172,7 +172,7 @@ def _refuse_empty(record: SweepRecord) -> None:
 
 
 def validate(sweep: SweepDirectory) -> None:
-    """Check this machine, and Slurm, once for each group of elements with the same needs.
+    """Check this machine, and the launchers, once for each group of elements with the same needs.
 
     Raises:
         EnvironmentMismatchError: if a group cannot start here, with every reason.
@@ -215,9 +215,9 @@ def _with_skipped(record: SweepRecord, element: ElementRecord, reason: str) -> S
 
 
 def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobHandle]:
-    """Submit the Slurm elements without a result or a running job, one job array for each group with the same needs.
+    """Submit the elements without a result or a running job, those with the same needs at once.
 
-    ``follow`` runs the elements of the local launcher, one after the other.
+    If nothing queues their jobs, as on this machine, ``follow`` runs them one after the other.
 
     Args:
         sweep: the sweep.
@@ -229,16 +229,18 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     Raises:
         RunDirectoryError, EnvironmentMismatchError: if a job cannot be started.
     """
-    ask = SharedAnswers()
-    jobs = attach(sweep, ask)
+    schedulers = submission.Schedulers()
+    jobs = attach(sweep, schedulers)
     at_work = {job.run.name for job in jobs}
     # attach has recorded the outcome of jobs that ended while nobody waited.
-    waiting = [run for run in unfinished(sweep) if run.name not in at_work and not _is_here(run)]
+    waiting = [run for run in unfinished(sweep) if run.name not in at_work and _is_queued(run)]
     part = _part(read_record(sweep).objective)
     for runs in _groups(waiting):
         with_configs = [(run, load_config(run)) for run in runs]
         num_ranks = load_plan(runs[0]).world_size
-        jobs += submission.submit_array(sweep.path, with_configs, num_ranks, part, worker=worker, ask=ask)
+        jobs += submission.submit_several(
+            sweep.path, with_configs, num_ranks, part, worker=worker, schedulers=schedulers
+        )
     return jobs
 
 
@@ -247,15 +249,15 @@ def _part(objective: Objective) -> Part:
     return "train" if objective.trains else "benchmark"
 
 
-def attach(sweep: SweepDirectory, ask: SharedAnswers | None = None) -> list[JobHandle]:
+def attach(sweep: SweepDirectory, schedulers: submission.Schedulers | None = None) -> list[JobHandle]:
     """Return the queued and running jobs of the sweep, whoever submitted them."""
-    ask = ask or SharedAnswers()
-    found = (submission.attach(run, ask) for run in unfinished(sweep))
+    schedulers = schedulers or submission.Schedulers()
+    found = (submission.attach(run, schedulers) for run in unfinished(sweep))
     return [job for job in found if job is not None]
 
 
 def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow the Slurm jobs to their end, then run the local elements, and wait for the evaluations of both.
+    """Follow the queued jobs to their end, then run the other elements, and wait for the evaluations of both.
 
     An element that fails, or that cannot be evaluated, does not stop the sweep. An interrupt (Ctrl-C) stops all jobs
     first.
@@ -280,35 +282,35 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
 
 
 def _run_and_evaluate(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow the jobs, run the local elements, and evaluate what all of them leave, and what earlier ones left."""
+    """Follow the jobs, run the elements that no queue takes, and evaluate all that they and earlier ones leave."""
     names = read_record(sweep).names
     evaluations = ElementEvaluations(names)
     left = list(unevaluated(sweep))
     try:
         for run in left:
-            if not _is_here(run):
+            if _is_queued(run):
                 evaluations.add(run)
         _wait(jobs, names, evaluations)
         for run in left:
-            if _is_here(run):
+            if not _is_queued(run):
                 evaluations.add(run)
                 evaluations.wait()  # one after the other, as they train
-        _run_here(sweep, evaluations)
+        _run_in_turn(sweep, evaluations)
         evaluations.wait()
     finally:
         evaluations.stop()
 
 
-def _run_here(sweep: SweepDirectory, evaluations: ElementEvaluations) -> None:
-    """Train or time the local elements one after the other, with a progress bar for each that trains."""
+def _run_in_turn(sweep: SweepDirectory, evaluations: ElementEvaluations) -> None:
+    """Train or time the elements that no queue takes, one after the other, with a progress bar for each that trains."""
     record = read_record(sweep)
-    here = [run for run in unfinished(sweep) if _is_here(run)]
-    for number, run in enumerate(here, start=1):
+    runs = [run for run in unfinished(sweep) if not _is_queued(run)]
+    for number, run in enumerate(runs, start=1):
         job = steps.submit(run, only=_part(record.objective))
         if job is None:
             continue
         name = record.names[run.name]
-        say("element", f"{name}: {number} of {len(here)}")
+        say("element", f"{name}: {number} of {len(runs)}")
         with watch(run) as show:
             outcome = job.wait(show)
         _say_end(name, run, outcome)
@@ -399,8 +401,9 @@ def stopped(sweep: SweepDirectory, again: str | None = None) -> StoppedError:
     )
 
 
-def _is_here(run: RunDirectory) -> bool:
-    return load_config(run).launch.is_here
+def _is_queued(run: RunDirectory) -> bool:
+    """Return whether the job of a run may be submitted beside others."""
+    return load_config(run).launch.kind.has_queue
 
 
 def _groups(runs: Sequence[RunDirectory]) -> list[list[RunDirectory]]:

@@ -17,6 +17,7 @@ from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import Attempt, attempt_path
 from llama_core.launch.outcome import read_outcome, record_outcome
 from llama_core.launch.rank.requeue import begin_attempt
+from llama_core.launch.rank.slurm import SlurmSurroundings
 from llama_core.launch.verdict import read_log
 from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
@@ -133,12 +134,12 @@ def test_a_job_that_slurm_queued_again_says_so_once(run, monkeypatch):
     job = JobRecord("slurm", "7", "", ATTEMPT["submitted_at"], folder="")
     attempt = Attempt("7", job.submitted_at, 0, "", ATTEMPT["submitted_at"])
     write_json(attempt_path(run), attempt)
-    monkeypatch.setattr("llama_core.launch.rank.requeue.earlier_states", lambda job_id, name: [])
+    monkeypatch.setattr("llama_core.launch.rank.slurm.earlier_states", lambda job_id, name: [])
     monkeypatch.setattr("llama_core.launch.rank.requeue.SUPERSEDED_SECONDS", 0.0)
     run.outcome.unlink()
-    begin_attempt(run, job, restart=1, nodes="", max_attempts=3)
+    begin_attempt(run, job, restart=1, nodes="", max_attempts=3, surroundings=SlurmSurroundings())
     (told,) = texts(diagnose(run), "attempt 1")
-    assert told.endswith("preempted: Slurm stopped the job; Slurm queued it again")
+    assert told.endswith("preempted: Slurm stopped the job; it was queued again")
 
 
 def test_a_run_that_never_started_is_healthy(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from llama_core.chain import prepare
 from llama_core.chain.elastic import main, plan_attempt
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.preview import preview_sbatch
+from llama_core.chain.preview import preview_script
 from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
@@ -115,7 +115,7 @@ def test_a_node_is_asked_for_the_memory_that_it_needs_when_it_is_one_of_few(tmp_
 
 
 def test_the_job_script_asks_for_a_range_of_nodes_and_starts_as_many_ranks_as_the_plan_has(run):
-    script = preview_sbatch(request(), run.path.with_name("other")).splitlines()
+    script = preview_script(request(), run.path.with_name("other")).splitlines()
     assert {"#SBATCH --nodes=1-4", "#SBATCH --mincpus=4"} <= set(script)
     assert not [line for line in script if line.startswith("#SBATCH --ntasks")]
     planning = [line.replace(str(run.path.with_name("other")), str(run.path)) for line in script if "ranks" in line]
@@ -124,7 +124,7 @@ def test_the_job_script_asks_for_a_range_of_nodes_and_starts_as_many_ranks_as_th
         capture_output=True,
         text=True,
         check=True,
-        env=os.environ | {"SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "1"},
+        env=os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "1"},
     )
     assert {"SLURM_NNODES=2", "SLURM_JOB_NUM_NODES=2", "SLURM_NTASKS=2"} <= set(shown.stdout.splitlines())
 
@@ -132,7 +132,7 @@ def test_the_job_script_asks_for_a_range_of_nodes_and_starts_as_many_ranks_as_th
 def test_a_job_that_cannot_be_planned_ends_with_the_reason(run, capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     run.config.write_text(run.config.read_text().replace("min_nodes: 1", "min_nodes: 2"))
-    assert main([str(run.path)], {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}) == 2
+    assert main([str(run.path), "slurm"], {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}) == 2
     assert read_outcome(run).status == "bad-config"
     assert capsys.readouterr().err.startswith("ERROR launch.min_nodes=2: ")
 

@@ -5,8 +5,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from launch_harness import FAKE_WORKER, Job, ending_jobs
 
-from llama_core.config.run import LaunchConfig, RunConfig
+from llama_core.config.run import RunConfig
 from llama_core.launch.jobs import submission
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.job import JobRecord
@@ -19,7 +20,7 @@ def run(tmp_path):
     return directory
 
 
-@pytest.fixture(scope="module", params=[name for name in submission.LAUNCHERS if LaunchConfig(launcher=name).is_here])
+@pytest.fixture(scope="module", params=[launcher.name for launcher in LAUNCHERS.built_in() if launcher.is_here])
 def config(request):
     """A configuration with each launcher whose ranks run on this machine."""
     return RunConfig.from_mapping({"launch": {"device": "cpu", "launcher": request.param}})

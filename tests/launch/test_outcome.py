@@ -21,7 +21,7 @@ from llama_core.launch.attempts import (
     request_cancellation,
 )
 from llama_core.launch.outcome import conclude, read_outcome, record_outcome
-from llama_core.launch.rank import requeue
+from llama_core.launch.rank import requeue, slurm
 from llama_core.launch.scheduler import JobStatus
 from llama_core.launch.verdict import LOST_PEERS_EXIT
 from llama_core.records.files import read_json, write_json
@@ -43,9 +43,11 @@ def queue_again(run, job):
     """Queue a job again near its time limit, as its first rank does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: name)
-        patch.setattr(requeue, "job_status", lambda *job: JobStatus("RUNNING"))
-        patch.setattr(requeue, "requeue", lambda job_id: job_id == job.job_id)
-        return requeue.start_again(run, job, 0, announced=True, max_attempts=3)
+        patch.setattr(slurm, "job_status", lambda *job: JobStatus("RUNNING"))
+        patch.setattr(slurm, "requeue", lambda job_id: job_id == job.job_id)
+        in_slurm = replace(job, launcher="slurm")
+        around = slurm.SlurmSurroundings()
+        return requeue.start_again(run, in_slurm, 0, announced=True, max_attempts=3, surroundings=around)
 
 
 @pytest.fixture
@@ -205,12 +207,12 @@ def test_a_job_that_could_not_start_quotes_the_submission_log(run, job):
 )
 def test_slurms_final_state_decides_the_status(run, job, state, status):
     leave(run, by=signal.SIGKILL)
-    assert conclude(run, job, state).status == status
+    assert conclude(run, job, slurm.VERDICT_OF_STATE.get(state)).status == status
 
 
 def test_slurms_state_overrides_the_workers_outcome(run, under_the_job):
     record_outcome(run, "cancelled", reason="stopped by a signal", next_action="resume", step=7)
-    outcome = conclude(run, under_the_job, "PREEMPTED")
+    outcome = conclude(run, under_the_job, slurm.VERDICT_OF_STATE["PREEMPTED"])
     assert (outcome.status, outcome.step, len(outcome.attempts)) == ("preempted", 7, 1)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from llama_core.launch.scheduler import JobStatus, SharedAnswers, array_statuses
+from llama_core.launch.scheduler import JobStatus
+from llama_core.launch.slurm import SharedAnswers, array_statuses
 
 ARRAY = """\
 JobId=3 ArrayJobId=3 ArrayTaskId=4,7-9,10-14:2%2 ArrayTaskThrottle=2 JobName=sweep JobState=PENDING Reason=Priority

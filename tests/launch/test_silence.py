@@ -15,7 +15,8 @@ from llama_core.launch.jobs.silence import Silence
 from llama_core.launch.jobs.slurm import SlurmJobHandle
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
-from llama_core.launch.scheduler import JobStatus, job_status
+from llama_core.launch.scheduler import JobStatus
+from llama_core.launch.slurm import job_status
 from llama_core.records.activity import record_activity
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord

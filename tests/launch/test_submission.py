@@ -18,18 +18,18 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirector
 from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
-from llama_core.launch.jobs.slurm_request import in_one_task, job_name, of_an_evaluation
+from llama_core.launch.jobs.slurm_request import in_one_task, job_name
 from llama_core.launch.jobs.slurm_request import slurm_parameters as parameters
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome, record_outcome, record_refusal
-from llama_core.launch.scheduler import (
-    JobStatus,
+from llama_core.launch.scheduler import JobStatus
+from llama_core.launch.slurm import (
     cores_per_gpu,
     default_memory_bytes,
     job_status,
     largest_node_bytes,
 )
-from llama_core.planning.evaluation_plan import evaluation_plan
+from llama_core.planning.evaluation_plan import evaluating_request, evaluation_plan
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.units import GIB, MIB
@@ -354,7 +354,7 @@ def test_other_gpus_than_those_of_the_ranks_are_refused(gres, told):
 def test_an_evaluation_asks_for_its_own_number_of_gpus_of_the_type(device, gres):
     evaluation = f"evaluation={{tasks: [hellaswag], device: {device}, gpus: 4}}"
     config = slurm_config("parallel.gpus=16", "launch.slurm.options={gres: 'gpu:h100:8,nvme:1'}", evaluation)
-    asked = slurm_parameters(of_an_evaluation(config, evaluation_plan(config, device)), "evaluation", num_ranks=4)
+    asked = slurm_parameters(evaluating_request(config, evaluation_plan(config, device)), "evaluation", num_ranks=4)
     assert "gpus_per_node" not in asked
     assert asked["additional_parameters"]["gres"] == gres
 
@@ -362,7 +362,7 @@ def test_an_evaluation_asks_for_its_own_number_of_gpus_of_the_type(device, gres)
 def test_an_evaluation_on_several_gpus_is_one_task_with_all_of_them_and_their_cores():
     evaluation = "evaluation={tp: 2, gpus: 4, partition: small}"
     config = slurm_config("launch.nodes=2", "parallel.gpus=16", "launch.slurm.cpus_per_rank=6", evaluation)
-    job = of_an_evaluation(config, evaluation_plan(config, "cuda"))
+    job = evaluating_request(config, evaluation_plan(config, "cuda"))
     asked = in_one_task(slurm_parameters(job, "evaluation", num_ranks=4))
     assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"], asked["cpus_per_task"]) == (1, 1, 4, 24)
     assert asked["srun_args"][-3:] == ["--nodes=1", "--ntasks=1", "--cpus-per-task=24"]
@@ -372,7 +372,7 @@ def test_an_evaluation_on_several_gpus_is_one_task_with_all_of_them_and_their_co
 def test_an_evaluation_on_several_nodes_is_one_task_on_the_first_of_them():
     config = slurm_config("parallel.gpus=16", "evaluation={tp: 2, pp: 8}", "launch.slurm.cpus_per_rank=6")
     shared = evaluation_plan(config, "cuda")
-    asked = in_one_task(slurm_parameters(of_an_evaluation(config, shared), "evaluation", num_ranks=16))
+    asked = in_one_task(slurm_parameters(evaluating_request(config, shared), "evaluation", num_ranks=16))
     assert (asked["nodes"], asked["ntasks_per_node"], asked["gpus_per_node"], asked["cpus_per_task"]) == (2, 1, 8, 48)
 
 

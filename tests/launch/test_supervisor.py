@@ -16,6 +16,7 @@ from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
 from llama_core.launch.rank.children import companion
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, cuda_defaults, worker_environment
+from llama_core.launch.rank.surroundings import BelowSubmitit
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
 from llama_core.records.files import read_json, write_json
@@ -47,8 +48,8 @@ def test_the_allocator_settings_avoid_page_faults_for_large_tensors():
     assert page_faults(MALLOC_TUNABLES) < page_faults("") / 10
 
 
-def environment(base, device="cpu", ranks_on_node=1):
-    return worker_environment(base, device, ranks_on_node, Path("/runs/run"))
+def environment(base, device="cpu", ranks_on_node=1, cores=None):
+    return worker_environment(base, device, ranks_on_node, Path("/runs/run"), cores)
 
 
 @on_glibc
@@ -73,8 +74,8 @@ def test_ranks_share_the_cores_of_a_machine():
     assert threads == [available_cores(), max(1, available_cores() // 2), 1]
 
 
-def test_a_rank_under_slurm_uses_the_cores_it_was_given():
-    assert environment({"SLURM_CPUS_PER_TASK": "6"}, ranks_on_node=8)["OMP_NUM_THREADS"] == "6"
+def test_a_rank_uses_the_cores_that_its_scheduler_has_given_it():
+    assert environment({}, ranks_on_node=8, cores=6)["OMP_NUM_THREADS"] == "6"
 
 
 CUDA_DEFAULTS = cuda_defaults(Path("/runs/run"), available_cores())
@@ -92,9 +93,9 @@ def test_a_setting_of_torchs_cuda_that_the_user_has_set_is_kept(name):
     assert environment({name: "mine"}, "cuda")[name] == "mine"
 
 
-@pytest.mark.parametrize(("cores", "workers"), [("2", "2"), ("8", "8"), ("26", "8")])
+@pytest.mark.parametrize(("cores", "workers"), [(2, "2"), (8, "8"), (26, "8")])
 def test_a_cuda_rank_compiles_in_as_many_processes_as_it_has_cores_but_at_most_eight(cores, workers):
-    made = environment({"SLURM_CPUS_PER_TASK": cores}, "cuda", ranks_on_node=8)
+    made = environment({}, "cuda", ranks_on_node=8, cores=cores)
     assert made["TORCHINDUCTOR_COMPILE_THREADS"] == workers
 
 
@@ -180,7 +181,7 @@ def test_a_companion_runs_beside_the_first_rank_until_that_has_ended(run):
     worker = (sys.executable, str(FAKE_WORKER), "finish", str(run.path))
     executor = LocalExecutor(folder)
     executor.update_parameters(tasks_per_node=2)
-    job_id = executor.submit(Supervisor(run.path, worker, "cpu", 60, companion=companion)).job_id
+    job_id = executor.submit(Supervisor(run.path, worker, "cpu", 60, BelowSubmitit(), companion=companion)).job_id
     record = JobRecord("local", job_id, socket.gethostname(), "2000-01-01T00:00:00+00:00", folder=str(folder))
     write_json(run.job, record)
     assert LocalJobHandle(run, record).wait().status == "finished"
@@ -196,7 +197,9 @@ def test_a_companion_that_fails_harms_no_rank(run, command):
 
 def test_a_worker_does_not_start_before_its_job_is_recorded(run):
     folder = run.logs / "submitit" / "submission-00000"
-    supervisor = Supervisor(run.path, (sys.executable, str(FAKE_WORKER), "finish", str(run.path)), "cpu", 60)
+    supervisor = Supervisor(
+        run.path, (sys.executable, str(FAKE_WORKER), "finish", str(run.path)), "cpu", 60, BelowSubmitit()
+    )
     job_id = LocalExecutor(folder).submit(supervisor).job_id
     record = JobRecord("local", job_id, socket.gethostname(), "2000-01-01T00:00:00+00:00", folder=str(folder))
     time.sleep(1.5)

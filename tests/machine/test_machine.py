@@ -10,6 +10,7 @@ from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
+from llama_core.launch.jobs.slurm_check import unused_allocation
 from llama_core.machine import detect, validate
 from llama_core.machine.defaults import ResolvedConfig, reading_threads, resolve_machine_defaults
 from llama_core.machine.detect import (
@@ -463,7 +464,7 @@ def test_a_run_that_leaves_the_slurm_job_around_it_unused_is_a_warning(monkeypat
         monkeypatch.delenv(name, raising=False)
     for name, value in around.items():
         monkeypatch.setenv(name, value)
-    warning = validate.unused_allocation(config(launch={"launcher": launcher}))
+    warning = unused_allocation(config(launch={"launcher": launcher}))
     assert warning == "" if told is None else told in warning
 
 

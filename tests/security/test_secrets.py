@@ -11,7 +11,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from tiers import nightly
 
-from llama_core.chain.preview import preview_sbatch
+from llama_core.chain.preview import preview_script
 from llama_core.config.run import RunConfig
 from llama_core.data import remote
 from llama_core.errors import ConfigError, DataError, TrainingFailedError
@@ -163,7 +163,7 @@ def test_the_address_of_a_server_is_shown_without_its_password(monkeypatch):
 
 def test_a_job_script_holds_no_secret_and_a_setup_line_may_not():
     config = RunConfig.from_mapping({"launch": {"launcher": "slurm", "device": "cpu"}})
-    assert not holds_secret(preview_sbatch(config))
+    assert not holds_secret(preview_script(config))
     for setup in ("export HF_TOKEN=hf_literal", "WANDB_API_KEY='s3cret' true"):
         with pytest.raises(ConfigError, match="should hold no secret") as refused:
             RunConfig.from_mapping({"launch": {"slurm": {"setup": [setup]}}})

@@ -1,5 +1,6 @@
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import cluster
 from launch_harness import FAKE_WORKER, Job
 
 from llama_core.config.run import RunConfig
-from llama_core.launch.jobs import shard_jobs, slurm, submission
+from llama_core.launch.jobs import slurm, submission
 from llama_core.records.directory import RunDirectory
 
 POLL_SECONDS = 0.5
@@ -38,8 +39,9 @@ def a_cluster():
 @pytest.fixture(scope="module", autouse=True)
 def _frequent_questions():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (slurm, shard_jobs):
-            patch.setattr(module, "FIRST_POLL_SECONDS", POLL_SECONDS)
+        often = replace(slurm.LAUNCHER.tasks, poll_seconds=POLL_SECONDS)
+        patch.setattr(slurm, "LAUNCHER", replace(slurm.LAUNCHER, tasks=often))
+        patch.setattr(slurm, "FIRST_POLL_SECONDS", POLL_SECONDS)
         patch.setattr(slurm, "SLOWEST_POLL_SECONDS", POLL_SECONDS)
         patch.setattr(slurm.SlurmJobHandle, "poll_seconds", POLL_SECONDS)
         yield

@@ -296,7 +296,7 @@ def test_an_interrupted_sweep_names_the_best_of_what_has_a_result(monkeypatch, c
     for run, rows in zip(list(unfinished(sweep)), [[3.0, 4.0], [2.0, 3.0]], strict=True):
         end(run)
         write_json(run.training, trained(rows))
-    monkeypatch.setattr(sweeps, "_run_here", interrupt)
+    monkeypatch.setattr(sweeps, "_run_in_turn", interrupt)
     with pytest.raises(StoppedError, match="stopped after all 2 elements were trained"):
         sweeps.follow(sweep, [])
     assert "best      batch size 8: held-out loss 2.5000" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.section import whole_count
 from llama_core.config.settings import DATALOADER
 from llama_core.errors import ConfigError
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from training_infra.flags import Flag
 from training_infra.lines import print_line
@@ -29,17 +30,25 @@ def requested_config(options: argparse.Namespace) -> RunConfig:
     file = _file(options)
     config = RunConfig.load(file, overrides) if file else RunConfig.from_mapping({}, overrides)
     _say_counts(overrides)
-    if config.launch.is_here:
-        for flag in flags:
-            if flag.key.startswith("launch.slurm."):
-                raise ConfigError(
-                    f"{flag.name} is for Slurm jobs, and this run stays on this machine; add --launcher slurm"
-                )
+    for flag in flags:
+        _refuse_of_another_launcher(flag, config)
     if config.data.source == DATALOADER:
         raise ConfigError(
             "this run trains on a dataloader; continue it from Python, with launch_training(..., resume=True)"
         )
     return config
+
+
+def _refuse_of_another_launcher(flag: Flag, config: RunConfig) -> None:
+    """Refuse a flag that sets what the jobs of another launcher ask for."""
+    own = config.launch.kind
+    for launcher in LAUNCHERS.values():
+        is_of_it = launcher.prefix and flag.key.startswith(launcher.prefix)
+        if is_of_it and launcher.section != own.section:
+            stays = "stays on this machine" if own.is_here else f"is one of {own.title}"
+            raise ConfigError(
+                f"{flag.name} is for {launcher.title} jobs, and this run {stays}; add --launcher {launcher.name}"
+            )
 
 
 def _flags_given(options: argparse.Namespace) -> Iterator[tuple[Flag, FlagValue]]:

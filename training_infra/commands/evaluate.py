@@ -218,7 +218,7 @@ EVALUATE = Command(
             type=whole_number,
             default=1,
             metavar="2",
-            help="nodes of the Slurm job around this command that have the devices; default: this machine",
+            help="nodes of the job around this command that have the devices; default: this machine",
         ),
         TOKENIZER,
         DEVICE,

@@ -108,7 +108,7 @@ def rehearse(config: RunConfig, *, here: bool, twin: bool = False, tokens: float
 
     Args:
         config: the run.
-        here: whether it is for this machine or Slurm, not for the GPUs that it names.
+        here: whether it is for this machine or a launcher's nodes, not for the GPUs that it names.
         twin: also train a tiny twin of the plan.
         tokens: the tokens to train on, for the cost; by default those of the configuration.
         as_json: print the record instead of tables.

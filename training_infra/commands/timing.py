@@ -89,8 +89,8 @@ BENCHMARK = Command(
             type=whole_number,
             nargs="+",
             metavar="8",
-            help="compare these: measured if this machine or Slurm has the devices, else predicted; --run-dir is then "
-            "a sweep's directory",
+            help="compare these: measured if this machine or the cluster has the devices, else predicted; --run-dir is "
+            "then a sweep's directory",
         ),
         FAIL_ON_REGRESSION,
         Argument("--save-results", type=Path, metavar="times.json", help="write the comparison as JSON"),

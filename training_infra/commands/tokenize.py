@@ -22,7 +22,7 @@ def _tokenize(options: argparse.Namespace) -> None:
 
 TOKENIZE = Command(
     "tokenize",
-    "tokenise the data of a run with all cores, here or in a Slurm job array, and go on where it was stopped",
+    "tokenise the data of a run with all cores, here or in jobs of a cluster, and go on where it was stopped",
     _tokenize,
     examples=(
         "--data corpus --tokenizer ~/my-tokenizer --workers 32",

@@ -16,9 +16,9 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         return rehearse(config, here=True, as_json=options.json)
     if options.print_sbatch:
-        from llama_core.chain.preview import preview_sbatch
+        from llama_core.chain.preview import preview_script
 
-        print_text(preview_sbatch(config, options.run_dir))
+        print_text(preview_script(config, options.run_dir))
     elif options.flow:
         if options.detach:
             raise ConfigError("--detach: a flow follows its job; drop --flow")
@@ -64,7 +64,7 @@ TRAIN = Command(
         RESUME,
         ALLOW_DATA_CHANGE,
         Argument("--dry-run", action="store_true", help="only plan and rehearse; train nothing"),
-        Argument("--print-sbatch", action="store_true", help="print the Slurm script; submit nothing"),
+        Argument("--print-sbatch", action="store_true", help="print the job's script; submit nothing"),
         Argument("--flow", action="store_true", help="run the steps as a Prefect flow"),
         Argument("--detach", action="store_true", help="submit the job, and do not wait for it"),
     ),

@@ -1,1 +1,1 @@
-"""Start, follow and stop jobs, on this machine or through Slurm."""
+"""Start, follow and stop jobs, on this machine or through a launcher of a cluster."""

@@ -17,6 +17,8 @@ from llama_core.launch.places import CONTROLLER_LOG
 from llama_core.launch.ports import free_port
 from llama_core.launch.rank.start import CONTROLLER_ONLY, python_command
 from llama_core.launch.rank.supervisor import Supervisor
+from llama_core.launch.rank.surroundings import BelowSubmitit
+from llama_core.launchers.local import LOCAL
 from llama_core.machine.kernel import lock_domain, process_namespace
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
@@ -67,6 +69,7 @@ def start_controller(request: Request) -> None:
         tuple(request.command),
         request.device,
         request.hang_timeout_s,
+        BelowSubmitit(),
         environment,
         companion=tuple(request.companion),
     )
@@ -74,7 +77,7 @@ def start_controller(request: Request) -> None:
     os.environ.setdefault("PYTHONSAFEPATH", CONTROLLER_ONLY)
     job = executor.submit(supervisor)
     record = JobRecord(
-        "local",
+        LOCAL.name,
         job.job_id,
         socket.gethostname(),
         submitted_at,

@@ -1,4 +1,4 @@
-"""Processes that evaluate one checkpoint each: one after another on this machine, or Slurm jobs of their own."""
+"""Processes that evaluate one checkpoint each: one after another on this machine, or in jobs of their own."""
 
 import math
 import os
@@ -12,28 +12,19 @@ from typing import Protocol
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.launch.jobs.slurm import ENDED, FILES_SECONDS, FIRST_POLL_SECONDS, slurm_executor
-from llama_core.launch.jobs.slurm_request import (
-    comment_of,
-    in_one_task,
-    job_name,
-    of_an_evaluation,
-    slurm_parameters,
-    submission_environment,
-)
+from llama_core.launch.jobs.launcher import launcher_of
+from llama_core.launch.jobs.tasks import TaskRequest, Tasks
 from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
-from llama_core.launch.rank.start import python_command
-from llama_core.launch.scheduler import job_status
 from llama_core.planning.evaluation import Forward, evaluation_bytes
-from llama_core.planning.evaluation_plan import EvaluationPlan, evaluating_device, evaluation_plan
+from llama_core.planning.evaluation_plan import EvaluationPlan, evaluating_device, evaluating_request, evaluation_plan
 from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
 from llama_core.planning.program.operations import itemsize_of
 from llama_core.records.directory import RunDirectory
 from llama_core.units import GIB
 
-ASK_SECONDS = 3 * FIRST_POLL_SECONDS
-"""Time between two queries about a job; all users share Slurm's controller."""
+POLLS = 3
+"""Time between two queries about a job, in those of a job that somebody waits for."""
 STOP_SECONDS = 10
 """How long an evaluation may take to end when it is told to."""
 _TASKS_BYTES = GIB
@@ -116,7 +107,7 @@ class OnThisMachine:
 
 @dataclass(frozen=True)
 class CommandTask:
-    """A command as submitit's job: it is pickled, so it holds only values."""
+    """A command as a job's task: it is pickled, so it holds only values."""
 
     command: tuple[str, ...]
 
@@ -131,53 +122,55 @@ class CommandTask:
             sys.exit(code if code > 0 else 1)
 
 
-class OnSlurm:
-    """Evaluations as Slurm jobs, on as many nodes and devices as ``evaluation`` asks for.
+class InJobs:
+    """Evaluations in jobs of their own, on as many nodes and devices as ``evaluation`` asks for.
 
     Args:
         run: the run.
         config: its configuration.
+        tasks: starts the jobs.
 
     Raises:
         ConfigError, PlanError, DoesNotFitError: if the devices cannot evaluate the model.
     """
 
-    def __init__(self, run: RunDirectory, config: RunConfig) -> None:
+    def __init__(self, run: RunDirectory, config: RunConfig, tasks: Tasks) -> None:
         self.device = evaluating_device(config, beside_ranks=True)
         self._run = run
+        self._tasks = tasks
         self._shared = evaluation_plan(config, self.device)
-        self._config = of_an_evaluation(config, self._shared)
+        self._config = evaluating_request(config, self._shared)
         self._name = f"{run.name}-evaluation"
         self._asked_at: dict[str, float] = {}
         self._ended_at: dict[str, float] = {}
 
     def start(self, command: Sequence[str], step: int) -> str | None:
         """Submit one."""
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-        folder = fresh_folder(self._run.evaluations)
-        executor = slurm_executor(folder, python_command(), f"run directory {str(folder)!r}", "another --run-dir")
-        num_ranks = self._shared.plan.world_size
-        host_bytes = _host_bytes(self._config, self._shared)
-        asked = slurm_parameters(self._config, self._name, comment_of(folder), num_ranks, host_bytes)
-        executor.update_parameters(**in_one_task(asked))
+        request = TaskRequest(
+            (CommandTask(tuple(command)),),
+            self._config,
+            self._shared.plan.world_size,
+            self._name,
+            fresh_folder(self._run.evaluations),
+            "run directory",
+            "another --run-dir",
+            _host_bytes(self._config, self._shared),
+        )
         try:
-            with submission_environment():
-                return str(executor.submit(CommandTask(tuple(command))).job_id)
-        except (FailedJobError, FailedSubmissionError) as error:
-            raise EnvironmentMismatchError(
-                f"Slurm refused the evaluation of step {step}: {' '.join(str(error).split())}"
-            ) from None
+            (job_id,) = self._tasks.submit(request)
+        except EnvironmentMismatchError as error:
+            raise EnvironmentMismatchError(f"evaluation of step {step}: {error}") from None
+        return job_id
 
     def is_running(self, job_id: str) -> bool:
-        """Ask Slurm now and then; no answer counts as no change."""
+        """Ask the scheduler now and then; no answer counts as no change."""
         now = time.monotonic()
         if job_id in self._ended_at:
-            return now - self._ended_at[job_id] < FILES_SECONDS
-        if now - self._asked_at.get(job_id, -math.inf) >= ASK_SECONDS:
+            return now - self._ended_at[job_id] < self._tasks.files_seconds
+        if now - self._asked_at.get(job_id, -math.inf) >= POLLS * self._tasks.poll_seconds:
             self._asked_at[job_id] = now
-            status = job_status(job_id, job_name(self._name))
-            if status is not None and status.state in ENDED:
+            states = self._tasks.states([job_id], self._name)
+            if states is not None and self._tasks.ended.issuperset(states):
                 self._ended_at[job_id] = now
         return True
 
@@ -193,9 +186,10 @@ def evaluations_of(run: RunDirectory, config: RunConfig, *, beside_ranks: bool) 
         config: its configuration.
         beside_ranks: whether ranks of the run compute at the same time.
     """
-    if config.launch.is_here:
+    tasks = launcher_of(config.launch.launcher).tasks
+    if tasks is None:
         return OnThisMachine(run, evaluating_device(config, beside_ranks=beside_ranks))
-    return OnSlurm(run, config)
+    return InJobs(run, config, tasks)
 
 
 def _host_bytes(config: RunConfig, shared: EvaluationPlan) -> int:

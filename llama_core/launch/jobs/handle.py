@@ -1,4 +1,4 @@
-"""Job handles: follow and stop the job of a run, on this machine or in Slurm.
+"""Job handles: follow and stop the job of a run, on this machine or elsewhere.
 
 ``job.json`` is written before anyone waits for the job, and a rank whose job is not recorded there does not start. So a
 run never has running ranks that nobody can find.
@@ -19,6 +19,8 @@ from llama_core.launch.jobs.silence import News, Silence
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude
 from llama_core.launch.places import own_submission
+from llama_core.launchers.registry import LAUNCHERS
+from llama_core.launchers.traits import LauncherType
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import StepRecord
@@ -56,8 +58,6 @@ class Submission:
 class JobHandle(ABC):
     """A submitted job: watch it, wait for it, stop it. Any process may hold a handle."""
 
-    is_here = False
-    """Whether its processes run on this machine."""
     kind: str
     """What people call its id: a process, or a job of a scheduler."""
     listed_by: str
@@ -76,6 +76,11 @@ class JobHandle(ABC):
         """Why it waits in a queue, in the queue's own words; empty if it does not wait."""
         self.is_answered = True
         """Whether its scheduler answered the last question about it."""
+
+    @property
+    def launcher(self) -> LauncherType:
+        """What has started it, with its facts."""
+        return LAUNCHERS.named(self.record.launcher)
 
     @property
     def is_queued(self) -> bool:
@@ -136,7 +141,7 @@ class JobHandle(ABC):
         looked_at = time.monotonic()
         pause = self.log_seconds
         logs = LogFollower(self.run)
-        news = News()
+        news = News(self.launcher.title)
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         silence = Silence(self.run, submitted, expected)
         while True:

@@ -16,6 +16,8 @@ from llama_core.launch.jobs.controller import Request
 from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
 from llama_core.launch.places import CONTROLLER_LOG, submission_of
+from llama_core.launch.rank.surroundings import BelowSubmitit
+from llama_core.launchers.local import LOCAL
 from llama_core.machine.kernel import lock_domain, process_namespace
 from llama_core.records.job import JobRecord, Outcome
 
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 class LocalJobHandle(JobHandle):
     """A job on this machine: submitit's controller and, below it, a supervisor and a worker for each rank."""
 
-    is_here = True
     kind = "process"
     listed_by = "ps"
 
@@ -157,8 +158,9 @@ def _is_over(record: JobRecord) -> bool:
         os.close(log)
 
 
-LOCAL = Launcher(
-    "local",
+LAUNCHER = Launcher(
+    LOCAL,
+    BelowSubmitit(),
     _start,
     handle=lambda run, record, ask: LocalJobHandle(run, record),
     out_of_sight=_out_of_sight,

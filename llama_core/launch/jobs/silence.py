@@ -17,9 +17,14 @@ USUAL_STEPS = 3
 
 
 class News:
-    """Gives a line whenever a job waits for something else, or its scheduler stops or begins to answer."""
+    """Gives a line whenever a job waits for something else, or its scheduler stops or begins to answer.
 
-    def __init__(self) -> None:
+    Args:
+        title: what people call the scheduler.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
         self._waits_for = ""
         self._is_answered = True
 
@@ -33,13 +38,13 @@ class News:
         if is_answered != self._is_answered:
             self._is_answered = is_answered
             yield (
-                "Slurm's controller answers again"
+                f"{self._title}'s controller answers again"
                 if is_answered
-                else "for Slurm's controller, which does not answer; a job that runs goes on without it"
+                else f"for {self._title}'s controller, which does not answer; a job that runs goes on without it"
             )
         if waits_for != self._waits_for:
             self._waits_for = waits_for
-            yield f"for {waits_for}" if waits_for else "Slurm has started the job"
+            yield f"for {waits_for}" if waits_for else f"{self._title} has started the job"
 
 
 class Silence:

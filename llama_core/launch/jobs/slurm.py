@@ -7,38 +7,48 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.attempts import current_attempt, read_rank_exits
 from llama_core.launch.jobs.handle import JobHandle, Submission
 from llama_core.launch.jobs.launcher import Launcher
-from llama_core.launch.jobs.slurm_check import check_slurm
-from llama_core.launch.jobs.slurm_request import comment_of, job_name, slurm_parameters, submission_environment
+from llama_core.launch.jobs.slurm_check import check_slurm, unused_allocation
+from llama_core.launch.jobs.slurm_request import (
+    asked_memory,
+    comment_of,
+    job_name,
+    node_memory,
+    sbatch_script,
+    slurm_executor,
+    slurm_parameters,
+    submission_environment,
+)
+from llama_core.launch.jobs.slurm_tasks import TASKS
 from llama_core.launch.outcome import conclude, concluded, record_refusal
+from llama_core.launch.rank.slurm import VERDICT_OF_STATE, SlurmSurroundings
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.rank.supervisor import Supervisor
-from llama_core.launch.scheduler import Ask, cancel, cluster_name, job_status, queued_job, send_signal
+from llama_core.launch.scheduler import Ask
+from llama_core.launch.slurm import (
+    ENDED,
+    FILES_SECONDS,
+    FIRST_POLL_SECONDS,
+    SharedAnswers,
+    cancel,
+    cluster_name,
+    job_status,
+    queued_job,
+    send_signal,
+)
+from llama_core.launchers.slurm import SLURM
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 
-if TYPE_CHECKING:
-    from submitit import SlurmExecutor
-
-FIRST_POLL_SECONDS = 5.0
-"""Time between the first two queries about a job; all users share Slurm's controller."""
 SLOWEST_POLL_SECONDS = 30.0
 """Time between two queries about a job that has not changed for long."""
-FILES_SECONDS = 15.0
-"""Time that records written on a node may take to appear on this machine through the shared file system."""
-
-ENDED = frozenset(
-    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
-     "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
-)  # fmt: skip
-"""Final states of a job; a job that is queued again goes from COMPLETING to PENDING."""
 
 
 class SlurmJobHandle(JobHandle):
@@ -110,7 +120,7 @@ class SlurmJobHandle(JobHandle):
             if concluded(self.run, self.record) or self._left_exits():
                 break
             time.sleep(self.poll_seconds)
-        return conclude(self.run, self.record, self._state)
+        return conclude(self.run, self.record, VERDICT_OF_STATE.get(self._state))
 
     def _left_exits(self) -> bool:
         attempt = current_attempt(self.run, self.record)
@@ -145,6 +155,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
             submission.command,
             launch.device,
             launch.hang_timeout_s,
+            SlurmSurroundings(),
             max_attempts=launch.slurm.max_attempts,
             companion=submission.companion,
         )
@@ -163,32 +174,6 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
     unnamed = _record("", submitted_at, folder, name, config)
     for submission, job in zip(submissions, jobs, strict=True):
         write_json(submission.run.job, replace(unnamed, job_id=job.job_id))
-
-
-def slurm_executor(folder: Path, python: str, what: str, other: str) -> "SlurmExecutor":
-    """Return what submits jobs.
-
-    Args:
-        folder: where submitit keeps the jobs' files.
-        python: the shell's words for the Python that a job starts.
-        what: what the folder is, for an error.
-        other: what to choose in place of it.
-
-    Raises:
-        EnvironmentMismatchError: if there is no Slurm here, or it cannot use the folder.
-    """
-    from submitit import SlurmExecutor
-
-    if SlurmExecutor.affinity() < 0:
-        raise EnvironmentMismatchError(
-            "launch.launcher=slurm: this machine has no Slurm commands (srun, sbatch); "
-            "log in to a node of the cluster, or use --launcher local"
-        )
-    if not str(folder).isprintable() or set("%\\") & set(str(folder)):
-        raise EnvironmentMismatchError(
-            f"{what}: Slurm alters paths with '%', a backslash or a line break; choose {other}"
-        )
-    return SlurmExecutor(folder, python=python)
 
 
 def _host_bytes(run: RunDirectory) -> int:
@@ -225,7 +210,22 @@ def _find_unrecorded(folder: Path, name: str, config: RunConfig) -> JobRecord | 
 def _record(job_id: str, submitted_at: str, folder: Path, name: str, config: RunConfig) -> JobRecord:
     host = socket.gethostname()
     grace_seconds = config.launch.save_timeout_s
-    return JobRecord("slurm", job_id, host, submitted_at, job_name(name), cluster_name(), grace_seconds, str(folder))
+    return JobRecord(SLURM.name, job_id, host, submitted_at, job_name(name), cluster_name(), grace_seconds, str(folder))
 
 
-SLURM = Launcher("slurm", _start, SlurmJobHandle, _out_of_sight, _find_unrecorded, check_slurm)
+LAUNCHER = Launcher(
+    SLURM,
+    SlurmSurroundings(),
+    _start,
+    SlurmJobHandle,
+    _out_of_sight,
+    _find_unrecorded,
+    check_slurm,
+    ask=job_status,
+    ask_once=SharedAnswers,
+    tasks=TASKS,
+    script=sbatch_script,
+    unused=unused_allocation,
+    node_memory=node_memory,
+    asked_memory=asked_memory,
+)

@@ -1,13 +1,15 @@
 """Check whether Slurm is available and would accept the job of a run."""
 
+import os
 import shutil
+import socket
 import subprocess
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError, did_you_mean
-from llama_core.launch.jobs.slurm_request import of_an_evaluation, refusal
+from llama_core.launch.jobs.slurm_request import refusal
 from llama_core.machine.validate import Findings
-from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
+from llama_core.planning.evaluation_plan import evaluating_device, evaluating_request, evaluation_plan
 
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 
@@ -22,6 +24,30 @@ def check_slurm(found: Findings, config: RunConfig | None = None) -> None:
     found.facts["slurm"], problem = _look(config)
     if problem and config is not None:
         found.fail("slurm", problem)
+
+
+def unused_allocation(config: RunConfig) -> str:
+    """Return how a run leaves the Slurm job around this shell unused; empty if it does not, or there is none."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:  # srun has started the ranks
+        return ""
+    if not config.launch.is_here:
+        return (
+            f"this shell is inside Slurm job {job}, and the run gets a job of its own; leave this one so that it does "
+            "not keep nodes from it, or use its node with --launcher local"
+        )
+    if "SLURMD_NODENAME" not in os.environ:
+        return (
+            f"this shell of Slurm job {job}, and so the run, is on {socket.gethostname()}, not on a node of the job; "
+            "put srun --nodes=1 --ntasks=1 --pty before the command, with the GPUs and cores of the ranks"
+        )
+    num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    if num_nodes != "1":
+        return (
+            f"Slurm job {job} has {num_nodes} nodes, and the ranks of a local run share this one; use --launcher slurm "
+            "from outside of the job for more"
+        )
+    return ""
 
 
 def _look(config: RunConfig | None) -> tuple[str, str | None]:
@@ -65,5 +91,5 @@ def _problem(config: RunConfig, partitions: list[str]) -> str | None:
         shared = evaluation_plan(config, evaluating_device(config, beside_ranks=True))
     except TrainingInfraError as error:
         return str(error)
-    refused = refusal(of_an_evaluation(config, shared))
+    refused = refusal(evaluating_request(config, shared))
     return refused and f"Slurm would refuse the evaluations: {refused}; change evaluation.partition or evaluation.gpus"

@@ -9,19 +9,26 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_core.config.run import RunConfig
+from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.attempts import NODE_VARIABLE
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
-from llama_core.launch.scheduler import cores_per_gpu, default_memory_bytes, largest_node_bytes
-from llama_core.planning.evaluation_plan import EvaluationPlan, evaluating_device
+from llama_core.launch.slurm import cores_per_gpu, default_memory_bytes, largest_node_bytes
+from llama_core.launchers.slurm import SLURM
 from llama_core.units import MIB
+
+if TYPE_CHECKING:
+    from submitit import SlurmExecutor
 
 _CHECKED = (
     "partition", "account", "qos", "constraint", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem",
     "gpus_per_node",
 )  # fmt: skip
+_OF_A_JOB_AROUND = ("SLURM_", "SBATCH_", "SUBMITIT_", "MASTER_", NODE_VARIABLE)
+"""Beginnings of the variables that come from a job around the submitter, or override what the job asks for."""
 _OF_THE_USER = {"SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_RESERVATION"}
 """Variables that select the cluster, or the account or reservation that jobs are charged to."""
 HOST_MARGIN = 1.25
@@ -99,41 +106,13 @@ def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) ->
     """
     ranks = request.pop("ntasks_per_node")
     cores = request.pop("cpus_per_task")
-    planning = [f'ranks="$({shlex.join([*PLANNER, str(run_dir)])})" || exit 1', 'eval "$ranks"']
+    planning = [f'ranks="$({shlex.join([*PLANNER, str(run_dir), SLURM.name])})" || exit 1', 'eval "$ranks"']
     sizes = {"nodes": f"{fewest_nodes}-{request['nodes']}", "mincpus": ranks * cores}
     return request | {
         "setup": [*request.get("setup", ()), *planning],
         "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
         "additional_parameters": request["additional_parameters"] | sizes,  # submitit needs one number of nodes, too
     }
-
-
-def of_an_evaluation(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
-    """Return a configuration whose Slurm job is an evaluation's: on its nodes, with its partition, QOS and limit."""
-    asked = config.evaluation
-    slurm = config.launch.slurm
-    device = evaluating_device(config, beside_ranks=True)
-    options = slurm.options if device == "cuda" else slurm.options_with_gpus(0)
-    limits = {
-        "partition": asked.partition or slurm.partition,
-        "qos": asked.qos or slurm.qos,
-        "time_limit_min": asked.time_limit_min,
-        "memory_gb_per_node": None,
-        # the whole nodes that ranks may want
-        "options": {key: value for key, value in options.items() if key != "exclusive"},
-    }
-    launch = {
-        "device": device,
-        "nodes": shared.nodes,
-        "min_nodes": None,
-        "slurm": slurm.model_copy(update=limits),
-    }
-    return config.model_copy(
-        update={
-            "launch": config.launch.model_copy(update=launch),
-            "parallel": config.parallel.model_copy(update={"gpus": shared.plan.world_size}),
-        }
-    )
 
 
 def in_one_task(request: dict[str, Any]) -> dict[str, Any]:
@@ -145,6 +124,57 @@ def in_one_task(request: dict[str, Any]) -> dict[str, Any]:
     alone = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={cores}"]
     srun_args = [*request["srun_args"], *alone]  # the last ones count
     return request | {"ntasks_per_node": 1, "cpus_per_task": cores, "srun_args": srun_args}
+
+
+def slurm_executor(folder: Path, python: str, what: str, other: str) -> "SlurmExecutor":
+    """Return what submits jobs.
+
+    Args:
+        folder: where submitit keeps the jobs' files.
+        python: the shell's words for the Python that a job starts.
+        what: what the folder is, for an error.
+        other: what to choose in place of it.
+
+    Raises:
+        EnvironmentMismatchError: if there is no Slurm here, or it cannot use the folder.
+    """
+    from submitit import SlurmExecutor
+
+    if SlurmExecutor.affinity() < 0:
+        raise EnvironmentMismatchError(
+            "launch.launcher=slurm: this machine has no Slurm commands (srun, sbatch); "
+            "log in to a node of the cluster, or use --launcher local"
+        )
+    if not str(folder).isprintable() or set("%\\") & set(str(folder)):
+        raise EnvironmentMismatchError(
+            f"{what}: Slurm alters paths with '%', a backslash or a line break; choose {other}"
+        )
+    return SlurmExecutor(folder, python=python)
+
+
+def asked_memory(config: RunConfig, host_bytes: int) -> str:
+    """Return how much memory the job asks for by default, and why; empty if it does not do so.
+
+    Args:
+        config: the resolved configuration.
+        host_bytes: the estimated host memory of a node's ranks.
+    """
+    if config.launch.slurm.memory_gb_per_node is not None:
+        return ""
+    asked = memory_request(config, config.parallel.gpus, host_bytes)
+    if asked is None:
+        return ""
+    if asked == "0":  # Slurm's word for all of a node's memory
+        why = "all of the nodes it has to itself"
+    else:
+        why = "the partition's default is too little for the estimate"
+    return f"the job asks for --mem={asked}: {why}; launch.slurm.memory_gb_per_node chooses another value"
+
+
+def node_memory(config: RunConfig) -> tuple[str, int] | None:
+    """Return a name for the memory of the largest node that a job may get, and its bytes; None if it is unknown."""
+    largest = largest_node_bytes(config.launch.slurm.partition)
+    return None if largest is None else ("the largest node of the partition", largest)
 
 
 def memory_request(config: RunConfig, num_ranks: int, host_bytes: int) -> str | None:
@@ -233,7 +263,7 @@ def submission_environment() -> Iterator[None]:
     hidden = {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(("SLURM_", "SBATCH_", "SUBMITIT_", "MASTER_")) and name not in _OF_THE_USER
+        if name.startswith(_OF_A_JOB_AROUND) and name not in _OF_THE_USER
     }
     for name in hidden:
         del os.environ[name]

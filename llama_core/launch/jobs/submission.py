@@ -1,6 +1,6 @@
-"""Start a run's job on this machine or in Slurm, and find it again from any process that sees the run directory.
+"""Start a run's job, and find it again from any process that sees the run directory.
 
-Both launchers go through submitit and run the same ``Supervisor`` on every rank.
+Every launcher runs the same ``Supervisor`` on every rank.
 """
 
 import fcntl
@@ -9,25 +9,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from llama_core.config.commands import commands_in, refuse_commands_of_others
 from llama_core.config.files import read_yaml
 from llama_core.config.run import RunConfig
-from llama_core.config.slurm import commands_in, refuse_commands_of_others
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.launch.jobs.handle import EVALUATOR, WORKER, JobHandle, Submission
-from llama_core.launch.jobs.launcher import Launcher
-from llama_core.launch.jobs.local import LOCAL
-from llama_core.launch.jobs.slurm import SLURM
+from llama_core.launch.jobs.launcher import Launcher, launcher_of
 from llama_core.launch.outcome import concluded
 from llama_core.launch.places import fresh_folder, submission_folders
-from llama_core.launch.scheduler import Ask, job_status
+from llama_core.launch.scheduler import Ask
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key, damaged, read_typed, write_json
 from llama_core.records.job import JobRecord, Part
 from llama_core.records.owners import other_owner, refuse_foreign, refuse_links
 from llama_core.trackers.registry import folders_with_links
 
-LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (LOCAL, SLURM)}
-"""Every launcher by its value of ``launch.launcher``."""
+
+class Schedulers:
+    """Asks the schedulers of many jobs, each of them once for all of its jobs if it can say so much at once."""
+
+    def __init__(self) -> None:
+        self._asking: dict[str, Ask] = {}
+
+    def of(self, launcher: Launcher) -> Ask:
+        """Return how to ask the scheduler of a launcher about its jobs."""
+        if launcher.ask_once is None:
+            return launcher.ask
+        return self._asking.setdefault(launcher.kind.name, launcher.ask_once())
 
 
 def submit(
@@ -49,7 +58,7 @@ def submit(
     Raises:
         RunDirectoryError: if the run belongs to somebody else, or a job of it may be running where this machine cannot
             see it.
-        EnvironmentMismatchError: if this machine or Slurm refuses the job.
+        EnvironmentMismatchError: if this machine or the scheduler refuses the job.
     """
     refuse_foreign(run, "continue it")
     submission = _submission(run, config, num_ranks, only, worker)
@@ -59,20 +68,20 @@ def submit(
         at_work = attach(run)
         if at_work is not None:
             return at_work
-        LAUNCHERS[config.launch.launcher].start(fresh_folder(run.logs), [submission], run.name, lock)
+        launcher_of(config.launch.launcher).start(fresh_folder(run.logs), [submission], run.name, lock)
     return _handle(run, read_typed(run.job, JobRecord))
 
 
-def submit_array(
+def submit_several(
     folder: Path,
     runs: Sequence[tuple[RunDirectory, RunConfig]],
     num_ranks: int,
     only: Part | None = None,
     *,
     worker: tuple[str, ...] = WORKER,
-    ask: Ask = job_status,
+    schedulers: Schedulers | None = None,
 ) -> list[JobHandle]:
-    """Submit one Slurm job array with an element for each run, all with the same resources.
+    """Submit a job for each of some runs, all with the same resources, to a launcher that has a queue.
 
     Args:
         folder: the directory of the sweep, whose name the queue shows.
@@ -80,30 +89,30 @@ def submit_array(
         num_ranks: worker processes of each run.
         only: do only this part of the work.
         worker: as for ``submit``.
-        ask: asks Slurm for the status of an element.
+        schedulers: asks for the status of a job.
 
     Raises:
         RunDirectoryError: if a job of one of the runs is still alive, or other users may write where its files go.
-        EnvironmentMismatchError: if Slurm refuses the job.
+        EnvironmentMismatchError: if the scheduler refuses the jobs.
     """
     submissions = [_submission(run, config, num_ranks, only, worker) for run, config in runs]
     logs = folder.resolve() / "logs"
-    launcher = LAUNCHERS[runs[0][1].launch.launcher]
+    launcher = launcher_of(runs[0][1].launch.launcher)
     with only_one_submission(logs) as lock:
         for submission in submissions:
-            _refuse_second_job(submission.run, ask)
+            _refuse_second_job(submission.run, schedulers)
         launcher.start(fresh_folder(logs), submissions, folder.name, lock)
-    return [_handle(s.run, read_typed(s.run.job, JobRecord), ask) for s in submissions]
+    return [_handle(s.run, read_typed(s.run.job, JobRecord), schedulers) for s in submissions]
 
 
-def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
+def attach(run: RunDirectory, schedulers: Schedulers | None = None) -> JobHandle | None:
     """Return the job that is running on ``run``, whoever submitted it, or None if there is none.
 
     If the job ended while nobody waited for it, its outcome is recorded now, unless the run belongs to somebody else.
 
     Args:
         run: the run.
-        ask: asks Slurm for the status of its job.
+        schedulers: asks for the status of its job.
 
     Raises:
         RunDirectoryError: if its job may still be running where this machine cannot see it.
@@ -118,7 +127,7 @@ def attach(run: RunDirectory, ask: Ask = job_status) -> JobHandle | None:
             f"job {record.job_id} ({record.launcher}) of {run.path} was submitted {where} and cannot be "
             f"seen from here; continue there, or delete {run.job} if the job has ended"
         )
-    handle = _handle(run, record, ask)
+    handle = _handle(run, record, schedulers)
     if handle.is_running():
         return handle
     if other_owner(run) is None:
@@ -158,19 +167,19 @@ def _submission(
     )
 
 
-def _handle(run: RunDirectory, record: JobRecord, ask: Ask = job_status) -> JobHandle:
-    return _launcher(run, record).handle(run, record, ask)
+def _handle(run: RunDirectory, record: JobRecord, schedulers: Schedulers | None = None) -> JobHandle:
+    launcher = _launcher(run, record)
+    return launcher.handle(run, record, schedulers.of(launcher) if schedulers else launcher.ask)
 
 
 def _launcher(run: RunDirectory, record: JobRecord) -> Launcher:
-    try:
-        return LAUNCHERS[record.launcher]
-    except KeyError:
-        raise damaged(run.job, f"launcher {record.launcher!r} is none of {', '.join(LAUNCHERS)}") from None
+    if LAUNCHERS.find(record.launcher) is None:
+        raise damaged(run.job, f"launcher {record.launcher!r} is none of {', '.join(LAUNCHERS.names())}")
+    return launcher_of(record.launcher)
 
 
-def _refuse_second_job(run: RunDirectory, ask: Ask = job_status) -> None:
-    alive = attach(run, ask)
+def _refuse_second_job(run: RunDirectory, schedulers: Schedulers | None) -> None:
+    alive = attach(run, schedulers)
     if alive is not None:
         raise RunDirectoryError(
             f"job {alive.record.job_id} ({alive.record.launcher}) is still running on {run.path}; "
@@ -183,7 +192,7 @@ def _recover_unrecorded(run: RunDirectory, config: RunConfig) -> None:
     folders = submission_folders(run.logs)
     if not folders or (run.job.exists() and read_typed(run.job, JobRecord).folder == str(folders[-1])):
         return
-    found = LAUNCHERS[config.launch.launcher].find_unrecorded(folders[-1], run.name, config)
+    found = launcher_of(config.launch.launcher).find_unrecorded(folders[-1], run.name, config)
     if found is not None:
         write_json(run.job, found)
 

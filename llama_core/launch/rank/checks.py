@@ -102,9 +102,11 @@ def check_own_device(config: RunConfig, plan: ParallelPlan) -> None:
         )
     planned = gpu_spec(config.launch.gpu_type) if config.launch.gpu_type else None
     if planned and device.total_memory < PLAN_TOLERANCE * planned.memory_bytes and not config.launch.force:
+        setting = config.launch.kind.such_nodes
+        such_nodes = f"request such nodes ({setting}), or " if setting else ""
         raise EnvironmentMismatchError(
             f"{where}: {device.name} has {format_bytes(device.total_memory)}, but the run was planned for "
-            f"{planned.label}; request such nodes (launch.slurm.constraint), or plan for these (launch.gpu_type)"
+            f"{planned.label}; {such_nodes}plan for these (launch.gpu_type)"
         )
     if config.num_nodes > 1 and not splits_without_gloo():
         raise EnvironmentMismatchError(

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
+    NODE_VARIABLE,
     RESTART_VARIABLE,
     RankExit,
     exit_path,
@@ -33,8 +34,10 @@ from llama_core.launch.attempts import (
 from llama_core.launch.rank.children import companion, die_with_parent
 from llama_core.launch.rank.requeue import begin_attempt, start_again
 from llama_core.launch.rank.start import HELD_SIGNALS
+from llama_core.launch.rank.surroundings import Place, Surroundings
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
 from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.detect import available_cores
 from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.records.directory import RunDirectory
@@ -59,7 +62,7 @@ DUMP_SECONDS = 15
 
 @dataclass(frozen=True)
 class Supervisor:
-    """The callable that submitit runs on every rank: it starts the worker and returns when the worker has finished.
+    """The callable that runs on every rank: it starts the worker and returns when the worker has finished.
 
     It is pickled, so it holds only values.
     """
@@ -70,6 +73,8 @@ class Supervisor:
     device: "Device"
     hang_timeout_s: int
     """Seconds without a step, after the first, before the rank is ended."""
+    surroundings: Surroundings
+    """What the ranks find around them."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables every worker gets in addition to its own rank's."""
     max_attempts: int = 1
@@ -83,58 +88,54 @@ class Supervisor:
         Raises:
             SystemExit: with the worker's exit code, or 1 after a signal, unless it finished or the job starts again.
         """
-        from submitit import JobEnvironment
-        from submitit.helpers import TorchDistributedEnvironment
-
-        job = JobEnvironment()
-        restart = 0
-        nodes = ""
-        if job.cluster == "slurm":
-            restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-            nodes = os.environ["SLURM_JOB_NODELIST"]
-            # An elastic job may have more nodes than its plan needs; submitit counts ranks by those of the job.
-            os.environ["SLURM_JOB_NODELIST"] = os.environ.get("SLURM_STEP_NODELIST", nodes)
-            os.environ["SLURM_JOB_NUM_NODES"] = os.environ.get("SLURM_STEP_NUM_NODES", str(job.num_nodes))
-            os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
-        TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
-        if job.cluster == "local":
-            # Only locally: the controller starts the ranks from its main thread, and the death of the starting thread
-            # sends the signal too.
-            die_with_parent(int(job.job_id))()
+        place = self.surroundings.take_place()
+        os.environ[NODE_VARIABLE] = place.host or socket.gethostname()
         environment = worker_environment(
-            {**os.environ, **self.environment}, self.device, job.num_tasks // job.num_nodes, self.run_dir
+            {**os.environ, **self.environment}, self.device, place.ranks_on_node, self.run_dir, place.cores
         )
-        environment |= {JOB_ID_VARIABLE: job.job_id, RESTART_VARIABLE: str(restart)}
-        rank = _Rank(self, job.job_id, restart, job.global_rank, job.num_tasks)
+        environment |= {JOB_ID_VARIABLE: place.job_id, RESTART_VARIABLE: str(place.restart)}
+        rank = _Rank(self, place)
         if not rank.is_recorded() or is_cancellation_requested(rank.run_directory, rank.job):
             sys.exit(1)
-        if job.global_rank == 0 and not begin_attempt(rank.run_directory, rank.job, restart, nodes, self.max_attempts):
+        if place.rank == 0 and not self._begins(rank):
             sys.exit(1)
-        rank_exit = rank.run(environment, watch_siblings=job.cluster == "local" and job.num_tasks > 1)
-        if job.cluster == "slurm" and rank_exit.failed and rank.was_told_to_stop(rank_exit) and self._goes_on(rank):
+        rank_exit = rank.run(environment)
+        if rank_exit.failed and rank.was_told_to_stop(rank_exit) and self._goes_on(rank):
             return
         if rank_exit.failed:
             sys.exit(rank_exit.exit_code or 1)
 
+    def _begins(self, rank: "_Rank") -> bool:
+        place = rank.place
+        return begin_attempt(
+            rank.run_directory,
+            rank.job,
+            place.restart,
+            place.nodes,
+            max_attempts=self.max_attempts,
+            surroundings=self.surroundings,
+        )
+
     def _goes_on(self, rank: "_Rank") -> bool:
         """Return whether the job starts again; the first rank queues it again, and the others rely on that."""
-        if rank.rank > 0:
-            return not is_cancellation_requested(rank.run_directory, rank.job)
-        announced = signal.SIGUSR2 in rank.received
+        launcher = LAUNCHERS.named(rank.job.launcher)
+        if not launcher.can_requeue and launcher.announces_end_with is None:
+            return False
+        if rank.place.rank > 0:
+            return launcher.can_requeue and not is_cancellation_requested(rank.run_directory, rank.job)
         return start_again(
-            rank.run_directory, rank.job, rank.restart, announced=announced, max_attempts=self.max_attempts
+            rank.run_directory,
+            rank.job,
+            rank.place.restart,
+            announced=launcher.announces_end_with in rank.received,
+            max_attempts=self.max_attempts,
+            surroundings=self.surroundings,
         )
 
 
-def rendezvous_port(job_id: int, restart: int) -> int:
-    """Return the port where the ranks of an attempt meet, below the ephemeral range.
-
-    Each attempt gets another port, since ranks of an earlier one may still run on a node that Slurm has lost.
-    """
-    return 20000 + (17 * job_id + restart) % 12000
-
-
-def worker_environment(base: Mapping[str, str], device: "Device", ranks_on_node: int, run_dir: Path) -> dict[str, str]:
+def worker_environment(
+    base: Mapping[str, str], device: "Device", ranks_on_node: int, run_dir: Path, cores: int | None = None
+) -> dict[str, str]:
     """Return the environment of a worker; a variable that is set already is never changed.
 
     Args:
@@ -142,9 +143,9 @@ def worker_environment(base: Mapping[str, str], device: "Device", ranks_on_node:
         device: where the worker computes.
         ranks_on_node: ranks that share the machine's cores.
         run_dir: the run directory.
+        cores: the worker's cores; by default its share of those that the process may use.
     """
-    # Slurm has divided the cores already; elsewhere the ranks share the cores that the process may use.
-    cores = int(base.get("SLURM_CPUS_PER_TASK") or max(1, available_cores() // ranks_on_node))
+    cores = cores or max(1, available_cores() // ranks_on_node)
     # Compiled code is kept from run to run, and apart for each machine, as homes are often shared. torch keeps it in
     # /tmp, where somebody else could make the folder first, and put code into it.
     cache = cache_directory(None)
@@ -193,13 +194,10 @@ _OLD_NAMES = {
 class _Rank:
     """The worker of one rank while it runs."""
 
-    def __init__(self, supervisor: Supervisor, job_id: str, restart: int, rank: int, num_ranks: int) -> None:
+    def __init__(self, supervisor: Supervisor, place: Place) -> None:
         self.supervisor = supervisor
         self.run_directory = RunDirectory(supervisor.run_dir)
-        self.job_id = job_id
-        self.restart = restart
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.place = place
         self.worker: subprocess.Popen[bytes] | None = None
         self.received: list[int] = []
         self._unsent: deque[int] = deque()
@@ -217,7 +215,7 @@ class _Rank:
         """Wait until ``job.json`` names this job; False after a timeout, since an unrecorded job must not run."""
         deadline = time.monotonic() + JOB_RECORD_SECONDS
         while time.monotonic() < deadline:
-            if self.run_directory.job.exists() and self.job.job_id == self.job_id:
+            if self.run_directory.job.exists() and self.job.job_id == self.place.job_id:
                 return True
             time.sleep(0.1)
         return False
@@ -226,14 +224,16 @@ class _Rank:
         """Return whether the worker ended because its job was told to stop: after a step, or before it could react."""
         return rank_exit.exit_code == STOPPED_EXIT or not {signal.SIGTERM, signal.SIGUSR2}.isdisjoint(self.received)
 
-    def run(self, environment: Mapping[str, str], *, watch_siblings: bool) -> RankExit:
+    def run(self, environment: Mapping[str, str]) -> RankExit:
         """Run the worker to its end and record how it ended."""
         job = self.job
+        rank = self.place.rank
+        restart = self.place.restart
         if self.supervisor.device == "cuda":
             flight_recorder(self.run_directory).mkdir(exist_ok=True)  # torch does not make it
-        with log_path(self.run_directory, self.rank).open("ab", buffering=0) as log:
-            start = f", start {self.restart + 1}" if self.restart else ""
-            log.write(f"{LOG_HEADER}{self.job_id}{start}, rank {self.rank}, {now()} ===\n".encode())
+        with log_path(self.run_directory, rank).open("ab", buffering=0) as log:
+            start = f", start {restart + 1}" if restart else ""
+            log.write(f"{LOG_HEADER}{self.place.job_id}{start}, rank {rank}, {now()} ===\n".encode())
             self.worker = subprocess.Popen(
                 self.supervisor.command,
                 env=environment,
@@ -245,27 +245,27 @@ class _Rank:
             )
         self._send()
         watchers: list[Watcher] = []
-        if watch_siblings:
-            watchers.append(Siblings(self.run_directory, job, self.restart, self.num_ranks))
-        if self.rank == 0:
-            watchers.append(Successor(self.run_directory, job, self.restart))
+        if self.supervisor.surroundings.has_one_parent and self.place.num_ranks > 1:
+            watchers.append(Siblings(self.run_directory, job, restart, self.place.num_ranks))
+        if rank == 0:
+            watchers.append(Successor(self.run_directory, job, restart))
         heartbeat = Heartbeat(self.run_directory, self.supervisor.hang_timeout_s)
-        with companion(self.supervisor.companion if self.rank == 0 else (), self.run_directory):
+        with companion(self.supervisor.companion if rank == 0 else (), self.run_directory):
             oom_killed, silent_seconds = self._wait(self.worker, heartbeat, watchers)
         _kill_group(self.worker.pid)
         code = self.worker.returncode
         rank_exit = RankExit(
-            rank=self.rank,
+            rank=rank,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
             oom_killed=oom_killed and code == -signal.SIGKILL,
             stopped=self.stopped,
-            num_ranks=self.num_ranks,
+            num_ranks=self.place.num_ranks,
             ended_at=time.time(),
             silent_seconds=silent_seconds,
             host=own_host(),
         )
-        path = exit_path(self.run_directory, job, self.restart, self.rank)
+        path = exit_path(self.run_directory, job, restart, rank)
         write_last_words(self.run_directory, path, rank_exit)
         return rank_exit
 

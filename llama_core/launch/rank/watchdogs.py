@@ -60,7 +60,7 @@ def _num_children(pid: int) -> int:
 
 
 class Successor(Watcher):
-    """Watches for a later attempt of the job: a node that Slurm takes for dead may still run its processes."""
+    """Watches for a later attempt of the job: a node that its scheduler takes for dead may still run its processes."""
 
     def __init__(self, run: RunDirectory, job: JobRecord, restart: int) -> None:
         self.run = run

@@ -248,7 +248,7 @@ def _evidence(run: RunDirectory, error: Exception) -> Evidence | None:
     if not isinstance(error, RuntimeError) or isinstance(error, TrainingInfraError):
         return None
     job = own_job(run)
-    return find_evidence(str(error), host=own_host(), on_slurm=job is not None and job.launcher == "slurm")
+    return find_evidence(str(error), host=own_host(), job=job)
 
 
 def _first_line(error: Exception) -> str:

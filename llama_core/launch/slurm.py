@@ -1,0 +1,232 @@
+"""Query and control Slurm's jobs with scontrol, squeue, sacct, sinfo and scancel, without a shell in between."""
+
+import math
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import cache
+
+from llama_core.launch.scheduler import JobStatus
+from llama_core.units import MIB
+
+ANSWER_SECONDS = 60
+"""Seconds that a controller shared by many users may take to answer."""
+FRESH_SECONDS = 5.0
+"""Seconds for which one answer about an array serves all of its elements."""
+FIRST_POLL_SECONDS = 5.0
+"""Time between the first two queries about a job; all users share Slurm's controller."""
+FILES_SECONDS = 15.0
+"""Time that records written on a node may take to appear on this machine through the shared file system."""
+ENDED = frozenset(
+    ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+     "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
+)  # fmt: skip
+"""Final states of a job; a job that is queued again goes from COMPLETING to PENDING."""
+
+
+def job_status(job_id: str, name: str) -> JobStatus | None:
+    """Return the status of a job, or None if Slurm does not answer.
+
+    Its state is 'UNKNOWN' if Slurm has forgotten the job, or if the id now belongs to a job of another name.
+    """
+    shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    if shown is None:
+        return None
+    if shown.returncode == 0 and shown.stdout.strip():
+        return _status(shown.stdout.splitlines()[0], name)
+    if "Invalid job id" not in shown.stderr:
+        return None
+    state = _accounted(job_id, name)
+    return JobStatus(state[-1] if state else "UNKNOWN")
+
+
+def array_statuses(array_id: str, name: str) -> dict[str, JobStatus] | None:
+    """Return the status by job id of each array element that Slurm still knows; None if Slurm does not answer."""
+    shown = _slurm("scontrol", "--oneliner", "show", "job", array_id)
+    if shown is None or (shown.returncode and "Invalid job id" not in shown.stderr):
+        return None
+    return {
+        f"{array_id}_{index}": _status(line, name)
+        for line in shown.stdout.splitlines()
+        for indices in re.findall(r"\bArrayTaskId=([\d,:-]+)", line)
+        for index in _indices(indices)
+    }
+
+
+def _status(shown: str, name: str) -> JobStatus:
+    """Return the status in a line of ``scontrol show job``."""
+    fields: dict[str, str] = {}
+    for key, value in re.findall(r"(?<!\S)(JobName|JobState|Reason|PreemptTime)=(\S+)", shown):
+        fields.setdefault(key, value)  # a later match is part of a path
+    if fields.get("JobName") != name:
+        return JobStatus("UNKNOWN")
+    is_preempted = fields.get("PreemptTime", "None") != "None"
+    reason = fields.get("Reason", "").removeprefix("None")  # Slurm has not considered the job yet, or it runs
+    script = re.search(r" Command=(.*?) WorkDir=", shown)  # a path may hold spaces
+    return JobStatus(fields.get("JobState", "UNKNOWN"), reason, is_preempted, script[1] if script else "")
+
+
+def _indices(written: str) -> Iterator[int]:
+    """Yield the elements that Slurm writes as ``3``, ``2-4``, ``0-8:2`` or a comma-separated list of these."""
+    for first, last, step in re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", written):
+        yield from range(int(first), int(last or first) + 1, int(step or 1))
+
+
+class SharedAnswers:
+    """Works like ``job_status``, but asks about all elements of a job array at once."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, tuple[float, dict[str, JobStatus] | None]] = {}
+
+    def __call__(self, job_id: str, name: str) -> JobStatus | None:
+        """Return the status of a job; that of an element may be ``FRESH_SECONDS`` old."""
+        array_id, is_element, _ = job_id.partition("_")
+        if not is_element:
+            return job_status(job_id, name)
+        asked_at, statuses = self._arrays.get(array_id, (float("-inf"), None))
+        if time.monotonic() - asked_at >= FRESH_SECONDS:
+            statuses = array_statuses(array_id, name)
+            self._arrays[array_id] = time.monotonic(), statuses
+        if statuses is None:
+            return None
+        return statuses.get(job_id) or job_status(job_id, name)  # accounting may know of one the controller forgot
+
+
+def earlier_states(job_id: str, name: str) -> list[str]:
+    """Return the final states of a job's earlier attempts, as far as Slurm's accounting knows them; oldest first."""
+    return _accounted(job_id, name, "--duplicates")[:-1]
+
+
+def _accounted(job_id: str, name: str, *options: str) -> list[str]:
+    asked = ("--noheader", "--allocations", "--parsable2", "--format=State", f"--jobs={job_id}", f"--name={name}")
+    answer = _slurm("sacct", *asked, *options)
+    return [line.split()[0] for line in answer.stdout.splitlines() if line.split()] if answer else []
+
+
+def failed_nodes(nodes: str) -> list[str]:
+    """Return those of ``nodes``, as Slurm abbreviates them, that are down, failing or not responding now."""
+    answer = _slurm("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N %t")
+    lines = [line.split() for line in answer.stdout.splitlines()] if answer else []
+    return sorted({name for name, state in lines if state.startswith(("down", "fail")) or state.endswith("*")})
+
+
+def queued_job(user: int, name: str, comment: str) -> str | None:
+    """Return the id of a job in the queue, by the name and comment it was submitted with; None if there is none."""
+    asked = (f"--user={user}", f"--name={name}", "--noheader", "--array", "--format=%i|%k")
+    answer = _slurm("squeue", *asked)
+    rows = [line.strip().split("|", 1) for line in answer.stdout.splitlines()] if answer else []
+    return next((row[0] for row in rows if len(row) == 2 and row[1] == comment), None)
+
+
+def requeue(job_id: str) -> bool:
+    """Queue a running job again, under the same id; return whether Slurm agreed."""
+    answer = _slurm("scontrol", "requeue", job_id)
+    return answer is not None and answer.returncode == 0
+
+
+def cancel(job_id: str) -> None:
+    """End a job and every process of it."""
+    _slurm("scancel", job_id)
+
+
+def send_signal(job_id: str, name: str) -> None:
+    """Send a signal such as ``TERM`` to every rank of a running job."""
+    _slurm("scancel", f"--signal={name}", job_id)
+
+
+@cache
+def cores_per_gpu(partition: str | None) -> int | None:
+    """Return a GPU's share of the cores that jobs get on a node; None if Slurm does not say, or no node has GPUs.
+
+    Args:
+        partition: a partition, or several separated by commas; the node with the smallest share counts. None means the
+            cluster's default.
+    """
+    listed = _slurm("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%G")
+    wanted = partition.split(",") if partition else []
+    shares = []
+    for row in (line.split("|") for line in (listed.stdout.splitlines() if listed else ())):
+        if len(row) == 4 and (row[0].rstrip("*") in wanted or (not wanted and row[0].endswith("*"))):
+            gpus = sum(map(int, re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", row[3])))
+            shares += [(int(row[2]) // gpus, row[1], gpus)] if gpus and row[2].isdigit() else []
+    if not shares:
+        return None
+    share, node, gpus = min(shares)
+    shown = _slurm("scontrol", "--oneliner", "show", "node", node)
+    effective = re.search(r"\bCPUEfctv=(\d+)", shown.stdout) if shown else None  # without those kept for the system
+    return max(1, int(effective[1]) // gpus if effective else share)
+
+
+@cache
+def largest_node_bytes(partition: str | None) -> int | None:
+    """Return the memory of the largest node that a job may get; None if Slurm does not say.
+
+    Args:
+        partition: a partition, or several separated by commas; None for the cluster's default.
+    """
+    listed = _slurm("sinfo", "--noheader", "--Node", "--format=%P|%m")
+    rows = [line.split("|") for line in (listed.stdout.splitlines() if listed else ())]
+    wanted = partition.split(",") if partition else []
+    sizes = [
+        int(size.rstrip("+"))
+        for name, size in (row for row in rows if len(row) == 2)
+        if name.rstrip("*") in wanted or (not wanted and name.endswith("*"))
+    ]
+    return max(sizes) * MIB if sizes else None
+
+
+@cache
+def default_memory_bytes(partition: str | None, cores: int, gpus: int) -> float | None:
+    """Return the memory on a node of a job that asks for none; infinite if it gets the node's, None if Slurm is silent.
+
+    A partition's default takes precedence over the cluster's, and a default per GPU over one per core or node.
+
+    Args:
+        partition: a partition, or several separated by commas; the smallest default counts. None means the cluster's
+            default.
+        cores: cores of the job on a node.
+        gpus: GPUs of the job on a node.
+    """
+    shown = _slurm("scontrol", "--oneliner", "show", "partition")
+    cluster = _slurm("scontrol", "show", "config")
+    wanted = partition.split(",") if partition else []
+    if shown is None or cluster is None or cluster.returncode:
+        return None
+    granted: list[float] = []
+    for line in shown.stdout.splitlines():
+        name = re.match(r"PartitionName=(\S+)", line)
+        if name and (name[1] in wanted or (not wanted and " Default=YES" in line)):
+            granted.append(
+                _default_memory(line, cores, gpus) or _default_memory(cluster.stdout, cores, gpus) or math.inf
+            )
+    return min(granted, default=None)
+
+
+def _default_memory(settings: str, cores: int, gpus: int) -> int | None:
+    """Return the bytes that the settings of a partition or a cluster give to a job that asks for none, if any."""
+    for unit, count in (("GPU", gpus), ("CPU", cores), ("Node", 1)):
+        found = re.search(rf"\bDefMemPer{unit} *= *(\d+)", settings)  # in MB, or UNLIMITED
+        if found and int(found[1]) and count:
+            return int(found[1]) * MIB * count
+    return None
+
+
+@cache
+def cluster_name() -> str:
+    """Return the name of the cluster that this machine belongs to; empty if Slurm does not say."""
+    answer = _slurm("scontrol", "show", "config")
+    found = re.search(r"^ClusterName\s*= (\S+)", answer.stdout, re.MULTILINE) if answer else None
+    return found[1] if found else ""
+
+
+def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a Slurm command and return its result; None if it gets no answer in time or is not installed."""
+    environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # otherwise Slurm truncates the list of a long array
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None

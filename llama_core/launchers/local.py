@@ -1,0 +1,5 @@
+"""Jobs of this machine."""
+
+from llama_core.launchers.traits import LauncherType
+
+LOCAL = LauncherType("local", built_in="llama_core.launch.jobs.local", title="this machine", is_here=True)
