@@ -1,11 +1,14 @@
 """The settings that a run was trained with: its newest checkpoint has a copy, whatever becomes of ``config.yaml``."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
+from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML
 from llama_core.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
 from llama_core.records.checkpoints import is_complete, list_checkpoints, recorded_sums
 from llama_core.records.checksums import find_damage
@@ -51,14 +54,25 @@ def trained_settings(run: RunDirectory) -> RunConfig | None:
 def load_recorded(run: RunDirectory) -> RunConfig:
     """Return the settings in a run's ``config.yaml``.
 
+    The steps of a run hand each other its directory, so each asks for its settings. A text is validated once.
+
     Raises:
         ConfigError: naming the file, every problem in it, and how to get the settings back.
     """
+    content = None
+    with suppress(OSError):  # whoever reads it next says what is wrong
+        content = read_file(run.config, run.path, MOST_BYTES_OF_YAML)
     try:
-        return RunConfig.load(run.config, below=run.path)
+        return _validated(run.path, content)
     except ConfigError as error:
         *others, last = (Problem(f"{run.config} is empty"),) if _is_empty(run) else error.records
         raise ConfigError(*others, replace(last, remedy=how_to_restore(run))) from None
+
+
+@lru_cache(maxsize=64)
+def _validated(run_path: Path, content: bytes | None) -> RunConfig:
+    """Return the settings of a run; by ``content``, a text is told from what it was before."""
+    return RunConfig.load(RunDirectory(run_path).config, below=run_path)
 
 
 def _is_empty(run: RunDirectory) -> bool:
