@@ -28,7 +28,7 @@ RESTART_VARIABLE = "TRAINING_INFRA_RESTART"
 """Environment variable with the number of earlier starts of a rank's job."""
 
 NODE_VARIABLE = "TRAINING_INFRA_NODE"
-"""Environment variable with the name of a rank's node; unset if a worker is started by hand."""
+"""Environment variable with the name of a rank's node; unset if that is the name of the machine."""
 
 LOG_HEADER = "=== job "
 """Start of the line that separates the attempts in a rank's log."""

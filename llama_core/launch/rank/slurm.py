@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 
+from llama_core.launch.attempts import NODE_VARIABLE
 from llama_core.launch.rank.surroundings import JobStart, Place, Step, Surroundings, export_torchrun, rendezvous_port
 from llama_core.launch.scheduler import JobStatus
 from llama_core.launch.slurm import earlier_states, failed_nodes, job_status, requeue
@@ -99,6 +100,7 @@ class SlurmSurroundings(Surroundings):
         number = int(os.environ.get("SLURM_RESTART_COUNT", "0")) + int(os.environ["SLURM_STEP_ID"])
         port = rendezvous_port(int(os.environ["SLURM_JOB_ID"]), number)
         export_torchrun(step.global_rank, step.local_rank, step.num_tasks, step.hostnames[0], port)
+        os.environ[NODE_VARIABLE] = os.environ["SLURMD_NODENAME"]
         return int(step.num_tasks)
 
     def nodes_around(self) -> int:

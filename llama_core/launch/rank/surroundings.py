@@ -94,7 +94,8 @@ class Surroundings(ABC):
     def started_ranks(self) -> int:
         """Return how many ranks a step of the job around this process has started, this one included; 1 if none has.
 
-        If there are several, it also sets the variables that torchrun sets.
+        If there are several, it also sets the variables that torchrun sets, and ``NODE_VARIABLE`` if the scheduler has
+        another name for this machine.
         """
         return 1
 
