@@ -2,27 +2,12 @@
 
 * One rank: nothing is combined.
 * Copies of a whole model (``zero_stage=0``, tp = pp = ep = 1): ``DistributedDataParallel`` and its compression hooks.
-* Everything else: ``fully_shard``. ZeRO's stages differ in how long weights and gradients stay whole:
-
-  ====== ====================================== ====================================== =========================
-  stage  weights within a step                  gradients within a step                per step and parameter
-  ====== ====================================== ====================================== =========================
-  1      gathered once, whole to the last       whole, reduce-scattered once           2 transfers
-         backward
-  2      the same                               reduce-scattered after every backward  1 + microbatches
-  3      gathered for every block, dropped      the same                               3 x microbatches
-         after it
-  ====== ====================================== ====================================== =========================
-
-  Between steps all three hold weights, gradients and optimizer states in shards. Stage 0 with tensor, pipeline or
-  expert parallelism is stage 1 with replicas instead of shards.
-
-Source: Rajbhandari et al. 2020, arXiv:1910.02054.
+* Everything else: ``fully_shard``, as ``planning.fully_shard`` describes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -34,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from llama_core.config.strategy import EMBEDDING
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.parallel.mesh import Mesh, is_divided_over
+from llama_core.planning.fully_shard import Resharding, Unit, units_of
 from llama_core.planning.plan import ParallelPlan
 
 FIRST_TO_SHARD_ALL = "2.13"
@@ -135,31 +120,31 @@ class Sharded:
 
     def __init__(self, model: Llama, mesh: Mesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
         _check_torch(model, mesh, plan)
-        self.stage = plan.effective_zero_stage
         weight_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.bfloat16 if plan.gradient_compression == "bf16" else weight_dtype,
             cast_forward_inputs=False,
         )
-        axes = _data_axes(mesh.weights)
-        shard = partial(fully_shard, mesh=axes, mp_policy=policy, shard_placement_fn=_placement(mesh))
-        drops = self.stage == 3
-        for module in _groups(model):
-            shard(module, reshard_after_forward=drops)
-        if model.norm is not None and model.output is not None:
+        shard = partial(
+            fully_shard,
+            mesh=_data_axes(mesh.weights),
+            mp_policy=policy,
+            shard_placement_fn=_placement(mesh),
+        )
+        self.resharding = Resharding.of(plan)
+        stages = _units_of_stages(model, plan)
+        for unit in chain.from_iterable(stages):
+            shard(list(unit.parts), reshard_after_forward=self.resharding.drops_after_forward(unit))
+        if model.output is not None:
             _call_head_as_module(model, model.output)
-            # these stay gathered: without a pipeline, or on the last rank of a 1F1B pipeline, their backward follows
-            # their forward
-            shard([model.norm, model.output], reshard_after_forward=False)
-        # the rest is an embedding tied to the head, which both ends of the model use
+        # the rest is the root unit: nothing, or an embedding tied to the head
         self.root = shard(model, reshard_after_forward=False)
-        _set_prefetches(model, plan)
+        _set_prefetches(model, stages)
         self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.averages_every_backward = plan.averages_every_backward
-        several_stages = len(plan.build_schedule().stages_of(0)) > 1
         self.model: Callable[..., Tensor] = model
-        self.call = self._first_forward if several_stages and self.stage < 2 else self.model
+        gathers_all_stages = len(stages) > 1 and not self.resharding.shards_gradients
+        self.call = self._first_forward if gathers_all_stages else self.model
 
     def _first_forward(self, *inputs: Any, **named: Any) -> Tensor:
         """Run the model, and gather this rank's other stages, which a backward that keeps whole gradients reads too."""
@@ -171,10 +156,11 @@ class Sharded:
 
     def prepare(self, *, last: bool) -> None:
         """Set what the coming backward does with gradients and weights at this ZeRO stage."""
+        resharding = self.resharding
         self.root.set_is_last_backward(last)
-        self.root.set_requires_gradient_sync(last or self.stage >= 2)
-        self.root.set_requires_all_reduce(last or self.averages_every_backward)
-        self.root.set_reshard_after_backward(last or self.stage == 3)
+        self.root.set_requires_gradient_sync(resharding.reduces(last=last))
+        self.root.set_requires_all_reduce(resharding.averages(last=last))
+        self.root.set_reshard_after_backward(resharding.drops_after_backward(last=last))
 
     def release(self) -> None:
         """Drop all gathered weights."""
@@ -195,12 +181,23 @@ def _check_torch(model: Llama, mesh: Mesh, plan: ParallelPlan) -> None:
         raise EnvironmentMismatchError(f"lora.base=nf4 on several data-parallel ranks {installed} use one")
 
 
-def _groups(model: Llama) -> list[nn.Module]:
-    """Return the modules that gather their weights at once, except the final norm and the head."""
-    groups: list[nn.Module] = list(model.layers.values())
-    if model.tok_embeddings is not None and not model.spec.tied_embeddings:
-        groups.append(model.tok_embeddings)
-    return groups
+def _units_of_stages(model: Llama, plan: ParallelPlan) -> list[tuple[Unit[Any], ...]]:
+    """Return the units of each stage of this rank, first stage first, without the root."""
+    spec = model.spec
+    stages: list[tuple[Unit[Any], ...]] = []
+    for layers in plan.stage_layers(spec):
+        if str(layers.start) not in model.layers:
+            continue
+        is_last = layers.stop == spec.num_layers
+        units = units_of(
+            spec,
+            [model.layers[str(layer)] for layer in layers],
+            embedding=model.tok_embeddings if layers.start == 0 else None,
+            final_norm=model.norm if is_last else None,
+            head=model.output if is_last else None,
+        )
+        stages.append(tuple(unit for unit in units if unit.role != "root"))
+    return stages
 
 
 def _call_head_as_module(model: Llama, output: nn.Module) -> None:
@@ -209,39 +206,29 @@ def _call_head_as_module(model: Llama, output: nn.Module) -> None:
     model.__dict__["head"] = output.__call__  # assigned, the module itself would be a part of the model twice
 
 
-def _set_prefetches(model: Llama, plan: ParallelPlan) -> None:
-    """Make every group of a stage gather the next one's weights before it computes, forward and backward.
+def _set_prefetches(model: Llama, stages: Sequence[Sequence[Unit[Any]]]) -> None:
+    """Make every unit of a stage gather the next one's weights before it computes, forward and backward.
 
-    torch by itself issues a gather when the group's own forward begins. It overlaps with the group before only if the
-    CPU is ahead of the device: not with small blocks, nor where a block waits for numbers from the device, as experts
-    on other ranks do. In the backward, torch looks for the group whose forward ran before. Under a pipeline that may
-    belong to another stage, which holds the weights until it runs.
+    torch by itself issues a gather when the unit's own forward begins. It overlaps with the unit before only if the CPU
+    is ahead of the device: not with small blocks, nor where a block waits for numbers from the device, as experts on
+    other ranks do. In the backward, torch looks for the unit whose forward ran before. Under a pipeline that may belong
+    to another stage, which holds the weights until it runs.
     """
     root: Any = model
-    embedding: Any = model.tok_embeddings
-    stages: list[list[Any]] = [
-        [model.layers[str(layer)] for layer in layers]
-        for layers in plan.stage_layers(model.spec)
-        if str(layers.start) in model.layers
-    ]
-    for blocks in stages:
-        groups = [*blocks]
-        if model.output is not None and blocks[-1] is model.layers[str(model.spec.num_layers - 1)]:
-            groups.append(model.norm)
-        for before, after in pairwise(groups):
-            before.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([before])
-        blocks[0].set_modules_to_backward_prefetch([blocks[0]])  # nothing; an empty list would let torch search
-    if isinstance(embedding, FSDPModule):
-        first: Any = stages[0][0]
-        embedding.set_modules_to_forward_prefetch([first])
-        embedding.set_modules_to_backward_prefetch([embedding])
-        if EMBEDDING in model.spec.adapted_tables:
-            first.set_modules_to_backward_prefetch([embedding])
-        else:
-            embedding.set_unshard_in_backward(False)  # its gradient depends on the tokens alone
+    for units in stages:
+        first: Any = units[0].parts[0]
+        # nothing; an empty list would let torch search
+        first.set_modules_to_backward_prefetch([first])
+        if not units[0].gathers_in_backward:
+            first.set_unshard_in_backward(False)
+        for before, after in pairwise(units):
+            used: Any = before.parts[0]
+            following: Any = after.parts[0]
+            used.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([used if before.gathers_in_backward else following])
     # a tied embedding is in the root, whose backward begins every stage's
-    root.set_modules_to_backward_prefetch([stages[0][-1] if len(stages) == 1 else root])
+    last_layer = [unit for unit in stages[0] if unit.role == "layer"][-1].parts[0]
+    root.set_modules_to_backward_prefetch([last_layer if len(stages) == 1 else root])
 
 
 def _data_axes(weights: DeviceMesh) -> DeviceMesh:

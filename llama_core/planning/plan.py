@@ -359,14 +359,6 @@ class ParallelPlan:
         return math.gcd(self.ep, self.dp_shard)
 
     @property
-    def averages_every_backward(self) -> bool:
-        """Whether the copies of a shard average gradients after every backward, not once in the step's last one.
-
-        With several stages on a rank, the last backward of the step is the last of one stage only.
-        """
-        return self.effective_zero_stage >= 2 and self.dp_replicate > 1 and len(self.layout.stages_of(0)) > 1
-
-    @property
     def sharded_sequence(self) -> bool:
         """Whether tensor-parallel ranks divide the residual stream along the sequence."""
         return self.sequence_parallel and self.tp > 1

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Self
@@ -13,6 +13,7 @@ from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.optimizers.traits import OptimizerType
+from llama_core.planning.fully_shard import Unit, units_of
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
 from llama_core.planning.program.ends import embedding_passes, final_norm_passes, head_passes
 from llama_core.planning.program.layer import layer_passes
@@ -44,6 +45,8 @@ class Stage:
     root: int
     """Parameters that ``fully_shard`` gathers for whichever stage of the rank runs: a tied embedding, and the final
     norm if the rank has that."""
+    units: tuple[Unit[Passes], ...] = field(compare=False)
+    """What ``fully_shard`` gathers at once, where the plan uses it. A table is a part of the stage whose head it is."""
 
     @property
     def is_first(self) -> bool:
@@ -160,20 +163,35 @@ class Work:
         last = len(layers) - 1
         hosted_with = {stage: set(hosted) for hosted in self.plan.layout.placement for stage in hosted}
         tied = self.spec.tied_embeddings
-        return tuple(
-            Stage(
-                modes=modes[stage],
-                layers=self.layers[own.start : own.stop],
-                embedding=self.embedding if stage == 0 else None,
-                final_norm=self.final_norm if stage == last else None,
-                head=self.head if stage == last else None,
-                num_masks=len({self.spec.window(layer) for layer in own}),
-                tied=tied,
-                shares_table=tied and stage == 0 < last and last in hosted_with[0],
-                root=self._root(hosted_with[stage]) if tied else 0,
+        stages: list[Stage] = []
+        for stage, own in enumerate(layers):
+            is_last = stage == last
+            embedding = self.embedding if stage == 0 else None
+            final_norm = self.final_norm if is_last else None
+            head = self.head if is_last else None
+            shares_table = tied and stage == 0 < last and last in hosted_with[0]
+            units = units_of(
+                self.spec,
+                self.layers[own.start : own.stop],
+                embedding=None if shares_table else embedding,
+                final_norm=final_norm,
+                head=head,
             )
-            for stage, own in enumerate(layers)
-        )
+            stages.append(
+                Stage(
+                    modes=modes[stage],
+                    layers=self.layers[own.start : own.stop],
+                    embedding=embedding,
+                    final_norm=final_norm,
+                    head=head,
+                    num_masks=len({self.spec.window(layer) for layer in own}),
+                    tied=tied,
+                    shares_table=shares_table,
+                    root=self._root(hosted_with[stage]) if tied else 0,
+                    units=units,
+                )
+            )
+        return tuple(stages)
 
     def hosted(self, pp_rank: int) -> tuple[Stage, ...]:
         """Return the stages of a pipeline rank."""

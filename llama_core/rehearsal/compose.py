@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from llama_core.config.models import ModelSpec
+from llama_core.planning.fully_shard import Resharding
 from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import Segment, Snapshot
 from llama_core.rehearsal.transfers import Transfer
 from llama_core.schedules.actions import COMPUTATIONS, SENDS, Action, Kind, Schedule
-from llama_core.schedules.walk import Situation, walk
+from llama_core.schedules.walk import Progress, Situation, walk
 
 _FORWARDS = {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
 
@@ -29,18 +30,15 @@ class Hosting:
 
     schedule: Schedule
     pp_rank: int
-    zero_stage: int
-    """The effective ZeRO stage."""
     is_tied: bool
     """Whether the embedding is the head."""
-    averages_often: bool
-    """Whether replicas average gradients after every backward, and keep each average until the next."""
+    resharding: Resharding
+    """When ``fully_shard`` gathers weights and reduces gradients."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return the hosting of a pipeline rank."""
-        schedule = plan.build_schedule()
-        return cls(schedule, pp_rank, plan.effective_zero_stage, spec.tied_embeddings, plan.averages_every_backward)
+        return cls(plan.build_schedule(), pp_rank, spec.tied_embeddings, Resharding.of(plan))
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -49,21 +47,24 @@ class Hosting:
 
     def representative(self, situation: Situation) -> Situation:
         """Return the situation that stands for all in which an action of this rank is the same."""
-        drops = self.zero_stage == 3
-        has_end = not {0, self.schedule.num_stages - 1}.isdisjoint(self.stages)
+        resharding = self.resharding
+        hosts_end = not {0, self.schedule.num_stages - 1}.isdisjoint(self.stages)
+        # a tied embedding is in torch's root, which a forward gathers again if a backward has come before it
+        gathers_root = resharding.drops_weights and self.is_tied and hosts_end
+        keeps_head = resharding.drops_weights and not self.is_tied
+        progress: list[Progress] = []
+        for slot, own in enumerate(situation.progress):
+            # another stage's forward changes nothing that this one's bytes depend on
+            has_run = own.has_run and slot == situation.slot
+            # the second average of a step exists beside the first one, which became the gradient
+            repeated = own.repeated and resharding.averages_every_backward
+            progress.append(own._replace(has_run=has_run, repeated=repeated))
         return situation._replace(
-            # a forward gathers a tied embedding, if the rank has one
-            after_forward=situation.after_forward and drops and self.is_tied and has_end,
-            head_gathered=situation.head_gathered and drops and not self.is_tied,
-            # from ZeRO 2 on, the buffer in which a backward reduced gradients is kept until the next
-            last_backward=situation.last_backward if self.zero_stage >= 2 else None,
-            progress=tuple(
-                # another stage's forward changes nothing that this one's bytes depend on
-                own._replace(
-                    has_run=own.has_run and slot == situation.slot, repeated=own.repeated and self.averages_often
-                )
-                for slot, own in enumerate(situation.progress)
-            ),
+            after_forward=situation.after_forward and gathers_root,
+            head_gathered=situation.head_gathered and keeps_head,
+            # torch keeps the input of a reduce-scatter until the next one (reduce_scatter_states)
+            last_backward=situation.last_backward if resharding.shards_gradients else None,
+            progress=tuple(progress),
         )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from llama_core.config.models import ModelSpec
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
+from llama_core.planning.fully_shard import Resharding
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.compose import Change
 
@@ -108,8 +109,9 @@ def _repeats_layers(plan: ParallelPlan) -> bool:
     The weight gradients of a split backward are computed in a loop of their own. If a rank has several stages, the last
     backward of a step ends with a loop over the layers of the others, which gathers of ZeRO 1 and 2 lasted until then.
     """
-    several_stages = len(plan.layout.stages_of(0)) > 1
-    return not plan.splits_backward and not (several_stages and plan.uses_fully_shard and plan.effective_zero_stage < 3)
+    has_several_stages = len(plan.layout.stages_of(0)) > 1
+    stays_gathered = plan.uses_fully_shard and not Resharding.of(plan).drops_weights
+    return not plan.splits_backward and not (has_several_stages and stays_gathered)
 
 
 def state_of(module: nn.Module | FSDPModule) -> Any:

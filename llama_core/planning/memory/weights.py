@@ -1,18 +1,18 @@
 """The weights and gradients that a rank holds of one pipeline stage within an optimizer step.
 
 A single rank and a rank with a copy of the whole model always hold all weights, and make their gradients in fp32.
-``fully_shard`` has four kinds of groups: each layer, the embedding, the final norm with the head, and the root, which
-has the embedding and the final norm if the head is tied. It gathers a group's weights in the compute dtype, while the
-group before computes, and makes its gradients in that dtype. After the group's backward it reduces the gradients, in
-fp32, into the shards.
+``fully_shard`` gathers a unit's weights in the compute dtype, while the unit before computes, and makes its gradients
+in that dtype. After the unit's backward it reduces the gradients, in fp32, into the shards. ``planning.fully_shard``
+says what a unit is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple, Self
 
+from llama_core.planning.fully_shard import Resharding, Unit
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES, Program
 from llama_core.planning.program.passes import Passes
@@ -21,7 +21,7 @@ from llama_core.planning.work import Stage, Work
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters of a stage, by the groups of ``fully_shard``."""
+    """Numbers of parameters of a stage, by the units of ``fully_shard``."""
 
     layers: tuple[int, ...]
     head: int
@@ -41,15 +41,17 @@ class Counts:
         return sum(self.layers) + self.tables
 
     @classmethod
-    def of(cls, stage: Stage, count: Callable[[Program], int]) -> Self:
-        """Return the counts of a stage, given the number of a program's parameters that count."""
-        embedding, norm, head = (
-            0 if part is None else count(part.program) for part in (stage.embedding, stage.final_norm, stage.head)
-        )
-        layers = tuple(count(layer.program) for layer in stage.layers)
-        if not stage.tied:
-            return cls(layers, head=head + norm, root=0, embedding=embedding)
-        return cls(layers, head=0, root=head + norm or (0 if stage.shares_table else embedding), embedding=0)
+    def of(cls, units: Iterable[Unit[Passes]], count: Callable[[Program], int]) -> Self:
+        """Return the counts of some units, given the number of a program's parameters that count."""
+        layers: list[int] = []
+        others = {"embedding": 0, "head": 0, "root": 0}
+        for unit in units:
+            num_parameters = sum(count(part.program) for part in unit.parts)
+            if unit.role == "layer":
+                layers.append(num_parameters)
+            else:
+                others[unit.role] = num_parameters
+        return cls(tuple(layers), **others)
 
 
 def _num_trained(passes: Passes | None) -> int:
@@ -91,9 +93,9 @@ class StageWeights:
         plan = work.plan
         self.stage = stage
         self.num_layers = len(stage.layers)
-        self.held = Counts.of(stage, lambda program: program.num_held)
+        self.held = Counts.of(stage.units, lambda program: program.num_held)
         """Parameters the rank computes with."""
-        self.trained = Counts.of(stage, lambda program: program.num_trained)
+        self.trained = Counts.of(stage.units, lambda program: program.num_trained)
         """Those of them that get gradients."""
         self.trained_above_root = self.trained.head + sum(self.trained.layers)
         """Those whose gradients come before the root's."""
@@ -114,7 +116,7 @@ class StageWeights:
         """Whether a layer's weights are dropped after its forward and its backward."""
         self.has_buckets = plan.averages_in_buckets
         """Whether copies of the model average their gradients in buckets, which always exist."""
-        self.averages_often = plan.averages_every_backward
+        self.averages_often = Resharding.of(plan).averages_every_backward
         self.num_frozen_shards = plan.num_shards
         """Ranks that share a frozen parameter."""
         self._num_again = self._experts_again(plan)

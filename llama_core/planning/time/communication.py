@@ -10,12 +10,13 @@ Sources: Korthikanti et al. 2022, arXiv:2205.05198 (tensor and sequence); Rajbha
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from llama_core.optimizers.traits import Trained
-from llama_core.planning.program.operations import FP32_BYTES
+from llama_core.planning.fully_shard import Resharding, Unit
+from llama_core.planning.program.operations import FP32_BYTES, Program
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.transfers import PassTraffic, Traffic, merged
 from llama_core.planning.work import Stage, Work
@@ -96,10 +97,11 @@ class Messages:
     def __init__(self, work: Work) -> None:
         self.work = work
         self.spec = work.spec
-        plan = self.plan = work.plan
+        self.plan = work.plan
+        self.resharding = Resharding.of(work.plan)
         self.itemsize = work.itemsize
         self.stages = work.stages
-        self.gradient_itemsize = 2 if plan.gradient_compression == "bf16" else FP32_BYTES
+        self.gradient_itemsize = 2 if self.plan.gradient_compression == "bf16" else FP32_BYTES
         self.hop = Traffic("send", "pp", 2, 1, work.stream_bytes)
 
     def activations(self, stage: Stage) -> Iterator[Traffic]:
@@ -121,38 +123,28 @@ class Messages:
         return PassTraffic(forward, merged(traffic for end in ends for traffic in end.backward))
 
     def groups(self, stage: Stage) -> list[Group]:
-        """Return the weights that a stage gathers at once: layer by layer without experts, and its ends."""
-        groups = [self._beside_experts(layer, layer.program.num_held) for layer in stage.layers]
-        if stage.embedding and not stage.tied:
-            groups.append(self._group(stage.embedding.program.num_held))
-        return [*groups, *self._head(stage)]
-
-    def _head(self, stage: Stage) -> list[Group]:
-        """Return the last norm and the head, or an embedding tied to the head of another rank."""
-        if stage.final_norm and stage.head:
-            return [self._group(stage.final_norm.program.num_held + stage.head.program.num_held)]
-        return [self._group(stage.root)] if stage.is_tied_apart else []
+        """Return the weights that a stage gathers at once: a group for each unit, without its experts."""
+        return [self._beside_experts(unit, lambda program: program.num_held) for unit in stage.units]
 
     def trained(self, stage: Stage) -> list[Group]:
         """Return the gradients that a stage reduces at once."""
-        groups = [self._beside_experts(layer, layer.program.num_trained) for layer in stage.layers]
-        if stage.embedding and (stage.is_tied_apart or not stage.tied):
-            groups.append(self._group(stage.embedding.program.num_trained))
-        if stage.final_norm and stage.head:
-            groups.append(self._group(stage.final_norm.program.num_trained + stage.head.program.num_trained))
+        groups = [self._beside_experts(unit, lambda program: program.num_trained) for unit in stage.units]
         return [group for group in groups if group.parameters] + self._experts(stage)
 
     def _experts(self, stage: Stage) -> list[Group]:
         """Return the experts of a stage's layers, if fewer ranks share these than other weights."""
-        if self.plan.ep == 1:
+        plan = self.plan
+        if plan.ep == 1:
             return []
         counts = (layer.program.num_of_experts for layer in stage.layers)
-        plan = self.plan
         return [Group(count, plan.num_expert_shards, plan.num_expert_copies) for count in counts if count]
 
-    def _beside_experts(self, layer: Passes, num_parameters: int) -> Group:
-        """Return some of a layer's parameters without its experts, if these have a group of their own."""
-        return self._group(num_parameters - (layer.program.num_of_experts if self.plan.ep > 1 else 0))
+    def _beside_experts(self, unit: Unit[Passes], count: Callable[[Program], int]) -> Group:
+        """Return some of a unit's parameters, without experts if these have a group of their own."""
+        num_parameters = sum(count(part.program) for part in unit.parts)
+        if self.plan.ep > 1:
+            num_parameters -= sum(part.program.num_of_experts for part in unit.parts)
+        return self._group(num_parameters)
 
     def _group(self, num_parameters: int) -> Group:
         return Group(num_parameters, self.plan.num_shards, self.plan.num_copies)
@@ -173,20 +165,22 @@ class Messages:
         """Return the data-parallel transfers of every microbatch."""
         forward: list[Group] = []
         backward: list[Group] = []
-        if self.plan.effective_zero_stage == 3:
-            groups = self.groups(stage)
-            forward = groups + self._experts(stage)
-            if stage.root and not self._head(stage):
-                forward.append(self._group(stage.root))  # gathered in whichever stage of the rank runs first
-            # the backward of an embedding needs it only for its adapter
-            embedding = self.work.embedding.program
-            is_adapted = 0 < embedding.num_trained < embedding.num_held
-            in_backward = len(groups) - len(self._head(stage)) if is_adapted else len(stage.layers)
-            backward = groups[:in_backward] + self._experts(stage)
-        reduced = self.trained(stage) if self.plan.effective_zero_stage >= 2 else []
-        return PassTraffic(
-            merged(map(self._gather, forward)), merged([*map(self._gather, backward), *map(self._scatter, reduced)])
-        )
+        reduced: list[Group] = []
+        if self.resharding.drops_weights:
+            experts = self._experts(stage)
+            forward = [*self.groups(stage), *experts]
+            if stage.root and not any(unit.role == "root" for unit in stage.units):
+                # torch's root gathers its own weights before any stage of the rank runs, also one that lacks them
+                forward.append(self._group(stage.root))
+            for unit, group in zip(stage.units, self.groups(stage), strict=True):
+                # what is not dropped after the forward is still there: see heads_gathered_again
+                if self.resharding.drops_after_forward(unit) and unit.gathers_in_backward:
+                    backward.append(group)
+            backward += experts
+        if self.resharding.shards_gradients:
+            reduced = self.trained(stage)
+        to_backward = [*map(self._gather, backward), *map(self._scatter, reduced)]
+        return PassTraffic(merged(map(self._gather, forward)), merged(to_backward))
 
     def heads_gathered_again(self, turns: Iterable[Turn]) -> Iterator[Traffic]:
         """Yield the gathers of the head in a rank's step that ``weights_per_pass`` does not count.
@@ -194,23 +188,29 @@ class Messages:
         The head stays gathered after its forward; the end of any backward of the rank drops it. So it is gathered once
         per pass, and again if the backward of another stage comes between its forward and its backward.
         """
-        if self.plan.effective_zero_stage < 3 or self.spec.tied_embeddings:
+        if not self.resharding.drops_weights or self.spec.tied_embeddings:
             return
         of_head = [turn for turn in turns if self.stages[turn.action.stage].is_last]
         num_gathers = sum(not turn.situation.head_gathered for turn in of_head)
-        again = num_gathers - sum(turn.action.kind is Kind.FORWARD for turn in of_head)
-        yield from (self._gather(group).times(again) for group in self._head(self.stages[-1]))
+        num_forwards = sum(turn.action.kind is Kind.FORWARD for turn in of_head)
+        last = self.stages[-1]
+        for unit, group in zip(last.units, self.groups(last), strict=True):
+            if unit.role == "head":
+                yield self._gather(group).times(num_gathers - num_forwards)
 
     def weights_per_step(self, stage: Stage) -> PassTraffic:
         """Return the data-parallel transfers made once per step: in the first forward and in the last backward."""
         trained = self.trained(stage)
         if not self.plan.uses_fully_shard:
             return PassTraffic((), merged([self._copies(sum(group.parameters for group in trained))]))
-        gathered = [*self.groups(stage), *self._experts(stage)] if self.plan.effective_zero_stage in {1, 2} else []
-        reduced = trained if self.plan.effective_zero_stage == 1 else []
-        return PassTraffic(
-            merged(map(self._gather, gathered)), merged([*map(self._scatter, reduced), *map(self._average, trained)])
-        )
+        gathered: list[Group] = []
+        reduced: list[Group] = []
+        if not self.resharding.drops_weights:
+            gathered = [*self.groups(stage), *self._experts(stage)]
+        if not self.resharding.shards_gradients:
+            reduced = trained
+        in_backward = [*map(self._scatter, reduced), *map(self._average, trained)]
+        return PassTraffic(merged(map(self._gather, gathered)), merged(in_backward))
 
     def _gather(self, group: Group) -> Traffic:
         return Traffic("all_gather", "shard", group.num_shards, 1, group.parameters * self.itemsize)
@@ -240,7 +240,7 @@ class Messages:
     @property
     def sums_partial_every_pass(self) -> bool:
         """Whether ``partial_gradients`` are summed after every backward, before they are reduced into shards."""
-        return self.plan.effective_zero_stage >= 2
+        return self.resharding.shards_gradients
 
     def partial_gradients(self, stage: Stage) -> Traffic:
         """Return the sums of gradients that are partial on each tensor-parallel rank.
