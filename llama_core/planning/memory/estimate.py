@@ -23,10 +23,11 @@ from functools import partial
 from math import ceil
 
 from llama_core.optimizers.traits import Trained
+from llama_core.planning.memory.position import Position
 from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
 from llama_core.planning.memory.situations import Moment, situations
-from llama_core.planning.memory.snapshots import Snapshot, StageSnapshots
-from llama_core.planning.memory.weights import Position
+from llama_core.planning.memory.snapshots import StageSnapshots
+from llama_core.planning.memory.stage_bytes import Snapshot
 from llama_core.planning.memory.whole_matrices import workspace
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
@@ -82,73 +83,92 @@ class _Pipeline:
 
     def profile(self, pp_rank: int) -> MemoryProfile:
         """Return the peak of every phase on one rank."""
-        hosted = tuple(map(self.snapshots.__getitem__, self.work.hosted(pp_rank)))
+        hosted = tuple(self.snapshots[stage] for stage in self.work.hosted(pp_rank))
         if hosted not in self._states:
             self._states[hosted] = self._states_of(hosted)
         states = self._states[hosted]
-        fullest = []
-        for situation, moments in self._situations(pp_rank=pp_rank):
-            moment = max(moments, key=lambda moment: self._held_outside(hosted, moment.held))
-            fullest.append((moment.number, situation, self._fullest_snapshot(hosted, situation, moment.held)))
-        peaks: dict[Phase, Snapshot] = {}
-        for _, situation, snapshot in sorted(fullest, key=lambda found: found[0]):
-            phase: Phase = "forward" if situation.kind is Kind.FORWARD else "backward"
-            if phase not in peaks or sum(snapshot) > sum(peaks[phase]):
-                peaks[phase] = snapshot
-        phases: dict[Phase, dict[Category, int]] = {phase: states | peak.categories() for phase, peak in peaks.items()}
+        phases: dict[Phase, dict[Category, int]] = {}
+        for phase, peak in self._peaks(hosted, pp_rank).items():
+            phases[phase] = states | peak.categories()
         update: dict[Category, int] = {
             "activations": self.work.batch_bytes,
             "temporaries": max(workspace(self.work, pp_rank), self._workspace_of_elements(hosted)),
         }
         return MemoryProfile(phases | {"optimizer": states | update})
 
+    def _peaks(self, hosted: Sequence[StageSnapshots], pp_rank: int) -> dict[Phase, Snapshot]:
+        """Return the fullest snapshot of a rank's forwards and of its backwards."""
+        fullest: list[tuple[int, Phase, Snapshot]] = []
+        for situation, moments in self._situations(pp_rank=pp_rank):
+            phase: Phase = "forward" if situation.kind is Kind.FORWARD else "backward"
+            moment = max(moments, key=lambda moment: self._held_outside(hosted, moment.held))
+            snapshot = self._fullest_snapshot(hosted, situation, moment.held)
+            fullest.append((moment.number, phase, snapshot))
+        peaks: dict[Phase, Snapshot] = {}
+        # in the order of the step: of equal peaks the first one counts
+        for _, phase, snapshot in sorted(fullest, key=lambda found: found[0]):
+            if phase not in peaks or sum(snapshot) > sum(peaks[phase]):
+                peaks[phase] = snapshot
+        return peaks
+
     def _workspace_of_elements(self, hosted: Iterable[StageSnapshots]) -> int:
         """Return the most bytes that a rank holds while it updates what it updates without other ranks."""
         update = self.work.update
         rule = update.kinds[-1]
         largest = 0
-        for weights in (stage.weights for stage in hosted):
-            of_stage = weights.stage.largest_trained(with_matrices=update.others is None)
-            largest = max(largest, ceil(of_stage / Fraction(weights.num_shards)))
+        for stage in hosted:
+            of_stage = stage.stage.largest_trained(with_matrices=update.others is None)
+            largest = max(largest, ceil(of_stage / Fraction(stage.weights.num_shards)))
         return rule.workspace_bytes(largest)
 
     def _states_of(self, hosted: Iterable[StageSnapshots]) -> dict[Category, int]:
         """Return the bytes of weights, gradients and the optimizer's states between steps."""
         weights = [stage.weights for stage in hosted]
-        updated = ceil(sum(Fraction(own.trained.total) / own.num_shards for own in weights))
+        updated = ceil(sum(own.updated for own in weights))
         matrices = round(sum(own.updated_in_matrices for own in weights))
-        shard = FP32_BYTES * updated
-        frozen = sum(Fraction(own.held.total - own.trained.total) / own.num_frozen_shards for own in weights)
-        narrow = ceil(frozen) + sum(own.cast for own in weights)
+        frozen = ceil(sum(own.frozen for own in weights))
+        copied = sum(own.num_copied for own in weights)
         undivided = sum(own.undivided_bytes for own in weights)
-        states = self.work.optimizer.states_of(Trained(matrices, updated - matrices))
-        return {
-            "weights": 0 if self.plan.offload == "parameters" else shard + self.work.itemsize * narrow + undivided,
-            "gradients": 0 if self.plan.offload != "none" else shard,
-            "moments": 0 if self.plan.offload != "none" else round(states),
+        shard = FP32_BYTES * updated
+        states: dict[Category, int] = {
+            "weights": shard + self.work.itemsize * (frozen + copied) + undivided,
+            "gradients": shard,
+            "moments": round(self.work.optimizer.states_of(Trained(matrices, updated - matrices))),
         }
+        # DeepSpeed keeps the gradients in host memory together with the states that they update
+        if self.plan.offload != "none":
+            states["gradients"] = 0
+            states["moments"] = 0
+        if self.plan.offload == "parameters":
+            states["weights"] = 0
+        return states
 
     def _held_outside(self, hosted: Sequence[StageSnapshots], held: Held) -> int:
         """Return the bytes held outside the microbatch at work that differ between turns of one situation."""
-        kept = sum((stage.kept + stage.kept_loss) * count for stage, count in zip(hosted, held.in_flight, strict=True))
-        deferred = sum(stage.deferred * count for stage, count in zip(hosted, held.deferred, strict=True))
-        return kept + deferred + held.messages * self.work.stream_bytes
+        num_bytes = held.messages * self.work.stream_bytes
+        for stage, in_flight, deferred in zip(hosted, held.in_flight, held.deferred, strict=True):
+            kept = stage.kept
+            num_bytes += in_flight * (kept.total + kept.loss) + deferred * kept.deferred
+        return num_bytes
 
     def _fullest_snapshot(self, hosted: Sequence[StageSnapshots], situation: Situation, outside: Held) -> Snapshot:
         """Return the snapshot of a rank's action at which it holds most."""
-        at_work = hosted[situation.slot]
         position = _position_at_work(hosted, situation)
-        gradients, activations, loss, communication, temporaries = at_work.peak(situation.kind, position)
-        activations += self.work.batch_bytes
-        communication += outside.messages * self.work.stream_bytes
-        for slot, (stage, progress) in enumerate(zip(hosted, situation.progress, strict=True)):
-            activations += stage.kept * outside.in_flight[slot] + stage.deferred * outside.deferred[slot]
-            loss += stage.kept_loss * outside.in_flight[slot]
+        peak = hosted[situation.slot].peak(situation.kind, position)
+        gradients = peak.gradients
+        activations = peak.activations + self.work.batch_bytes
+        loss = peak.loss
+        communication = peak.communication + outside.messages * self.work.stream_bytes
+        for slot, stage in enumerate(hosted):
+            kept = stage.kept
+            activations += kept.total * outside.in_flight[slot] + kept.deferred * outside.deferred[slot]
+            loss += kept.loss * outside.in_flight[slot]
             if slot != situation.slot:
-                other = _position(stage, progress)
-                gradients += stage.weights.gradients(other, 0)
-                communication += stage.weights.kept_gathered(other, head=situation.head_gathered)
-        return Snapshot(gradients, activations, loss, communication, temporaries)
+                other = _position(stage, situation.progress[slot])
+                gradients += stage.gradients.held(other, 0)
+                communication += stage.gradients.averaged(other, 0)
+                communication += stage.gathered.between_actions(other, head=situation.head_gathered)
+        return Snapshot(gradients, activations, loss, communication, peak.temporaries)
 
 
 def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation, Sequence[Moment]]]]:
@@ -169,15 +189,19 @@ def _position_at_work(hosted: Sequence[StageSnapshots], situation: Situation) ->
     """Return the position of the stage at work."""
     at_work = hosted[situation.slot]
     has_run = any(progress.has_run for progress in situation.progress)
-    progress_of = zip(hosted, situation.progress, strict=True)
-    of_head = next((progress for stage, progress in progress_of if stage.stage.is_last), Progress())
-    return _position(at_work, situation.progress[situation.slot])._replace(
-        root_is_gathered=situation.after_forward or (has_run and not at_work.weights.drops),
+    of_head = Progress()
+    for stage, progress in zip(hosted, situation.progress, strict=True):
+        if stage.stage.is_last:
+            of_head = progress
+    position = _position(at_work, situation.progress[situation.slot])
+    return position._replace(
+        # a backward drops the root in ZeRO 3, else only the step's last one does
+        root_is_gathered=situation.after_forward or (has_run and not at_work.gathered.drops),
         is_final=situation.is_last,
         head_gathered=situation.head_gathered and at_work.stage.is_last,
         head_has_gradient=of_head.accumulated != "none",
         head_is_averaged=of_head.repeated,
-        buffer=0 if situation.last_backward is None else at_work.weights.last_buffer,
+        buffer=0 if situation.last_backward is None else at_work.gradients.last_buffer,
     )
 
 

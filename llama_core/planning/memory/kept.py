@@ -1,0 +1,41 @@
+"""The activations that a stage keeps of one microbatch between its forward and its backward, layer by layer."""
+
+from itertools import accumulate
+
+from llama_core.planning.work import Stage, Work
+
+
+class KeptActivations:
+    """Bytes that one microbatch keeps on a stage.
+
+    Args:
+        stage: the stage.
+        work: the model, the plan and the sequences.
+    """
+
+    def __init__(self, stage: Stage, work: Work) -> None:
+        layers = stage.layers
+        self.shared = work.shared_bytes + stage.num_masks * work.mask_bytes
+        """Bytes that all layers share, and what a stage keeps of a tensor that it received."""
+        if not stage.is_first and stage.modes[0] == "none" and work.setting.widens_norms:
+            # the layer keeps only the fp32 tensor that its norm makes of it
+            self.shared += work.stream_bytes
+        below = self.shared + (stage.embedding.kept() if stage.embedding else 0)
+        by_layer = (layer.kept(mode) for layer, mode in zip(layers, stage.modes, strict=True))
+        self.below = list(accumulate(by_layer, initial=below))
+        """Bytes kept before each layer, and before the final norm."""
+        self.total = self.below[-1] + (stage.final_norm.kept() if stage.final_norm else 0)
+        """Bytes of activations that a forward keeps for its backward."""
+        self.loss = stage.head.kept() if stage.head else 0
+        """Bytes that the loss keeps for its backward."""
+        self._deferred_below = list(accumulate((layer.kept_deferred for layer in layers), initial=0))
+        self.deferred = self._deferred_below[-1]
+        """Bytes kept for the weight gradients of a split backward."""
+
+    def deferred_below(self, layer: int) -> int:
+        """Return the bytes kept for the weight gradients of the layers before the stage's ``layer``-th."""
+        return self._deferred_below[layer]
+
+    def deferred_above(self, layer: int) -> int:
+        """Return the bytes kept for the weight gradients of the layers after the stage's ``layer``-th."""
+        return self.deferred - self._deferred_below[layer + 1]
