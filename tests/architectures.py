@@ -39,11 +39,12 @@ VALUES = {
     "ffn_size": (1024, 1536, 2816),
     "qkv_bias": (False, True),
     "qk_norm": (False, True),
+    "qk_norm_width": ("head", "all"),
     "norms": ("pre", "post", "both"),
     "sliding_window": (0, 100),
     "windowed_layers": ((), (0,)),
     "lora.method": tuple(ADAPTERS),
-    "lora.lora_rank": (16, 8),
+    "lora.lora_rank": (16, 64),
     "lora.lora_alpha": (None, 4.0),
     "lora.rslora": (False, True),
     "lora.initial_values": ("random", "pissa"),
@@ -78,6 +79,7 @@ FROM_ONE_MODEL = ("hidden_size", "num_heads", "num_kv_heads", "ffn_size")
 """Sizes that random blocks take from one of ``SIZES_OF``, since their relations decide what peaks."""
 SIZES_OF = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
 NEEDS = {
+    "qk_norm_width": {"qk_norm": True},
     "windowed_layers": {"sliding_window": 100},
     "trainable": {"lora": LoRA(), "qkv_bias": True, "qk_norm": True, "norms": "both"},
 }
@@ -156,11 +158,13 @@ def with_every_trait(spec, turn=0, **values):
         values: of traits whose value depends on the sizes.
     """
     others = {trait: VALUES[trait][1:] for trait in traits()}
+    for trait in NEEDS.keys() & others.keys():
+        others[trait] += VALUES[trait][:1]  # which says how another trait is, and is one of several values
     chosen = {trait: those[turn % len(those)] for trait, those in others.items()}
     return replace(spec, **chosen | values)
 
 
-NUM_TURNS = max(len(VALUES[trait]) - 1 for trait in traits() if trait in VALUES)
+NUM_TURNS = max(len(VALUES[trait]) - 1 for trait in traits())
 
 
 def drawn_block(draw, *, moe=False, method=None, base=None):

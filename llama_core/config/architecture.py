@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from llama_core.config.hugging_face import absolute_path, folder_name, is_folder, read_folder
-from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, NormPlacement, model_spec
+from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, NormPlacement, NormWidth, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llama_core.config.section import Key, Section
 from llama_core.errors import ConfigError
@@ -95,7 +95,9 @@ class ArchitectureConfig(Section):
     qkv_bias: bool | None = None
     """Whether the projections to queries, keys and values have biases, as in Qwen2."""
     qk_norm: bool | None = None
-    """Whether queries and keys are normalised, head by head, before they are rotated, as in Qwen3."""
+    """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
+    qk_norm_width: NormWidth | None = None
+    """What qk_norm normalises as one: each head, as in Qwen3, or all heads of a query or a key, as in OLMo 2."""
     norms: NormPlacement | None = None
     """Where the norms of a block are: pre (before attention and feed-forward), post (on what they add), or both."""
     sliding_window: int | None = Field(None, ge=0)

@@ -37,8 +37,8 @@ _ATTENTION = (
     Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
     Weight("attention.wv.bias", "self_attn.v_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
-    Weight("attention.q_norm.weight", "self_attn.q_norm.weight", ("head_dim",), "heads", "ones", decayed=False, only_with="qk_norm"),
-    Weight("attention.k_norm.weight", "self_attn.k_norm.weight", ("head_dim",), "heads", "ones", decayed=False, only_with="qk_norm"),
+    Weight("attention.q_norm.weight", "self_attn.q_norm.weight", ("q_norm_size",), "heads", "ones", decayed=False, only_with="qk_norm"),
+    Weight("attention.k_norm.weight", "self_attn.k_norm.weight", ("k_norm_size",), "heads", "ones", decayed=False, only_with="qk_norm"),
     Weight("attention_post_norm.weight", "post_self_attn_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
     Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
 )
@@ -157,6 +157,7 @@ ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
 ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layernorm"
 """The norms after them, as it calls them in a GLM-4, which has all four."""
 NormPlacement = Literal["pre", "post", "both"]
+NormWidth = Literal["head", "all"]
 
 
 class LayerTraits(NamedTuple):
@@ -186,7 +187,7 @@ class ModelSpec:
     """The architecture of one model: enough to build it, count its parameters and plan for it.
 
     Raises:
-        ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist.
+        ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist, or a trait lacks another.
     """
 
     name: str
@@ -209,7 +210,9 @@ class ModelSpec:
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases."""
     qk_norm: bool = False
-    """Whether queries and keys are normalised, head by head, before they are rotated."""
+    """Whether queries and keys are normalised before they are rotated."""
+    qk_norm_width: NormWidth = "head"
+    """What is normalised as one: each head of a query or a key, or all of them together."""
     norms: NormPlacement = "pre"
     """Where the norms of a block are: before attention and feed-forward, after them on what they add, or both."""
     sliding_window: int = 0
@@ -235,6 +238,8 @@ class ModelSpec:
             problems.append(f"architecture.windowed_layers={outside} are not layers of {self.name}, which has {layers}")
         if self.windowed_layers and not self.sliding_window:
             problems.append("architecture.windowed_layers needs architecture.sliding_window: how many tokens they see")
+        if self.qk_norm_width != "head" and not self.qk_norm:
+            problems.append(f"architecture.qk_norm_width={self.qk_norm_width} needs architecture.qk_norm=true")
         if problems:
             raise ConfigError(*problems)
 
@@ -284,6 +289,16 @@ class ModelSpec:
     def norms_after(self) -> bool:
         """Whether what attention and feed-forward add to the residual stream is normalised."""
         return self.norms in {"post", "both"}
+
+    @property
+    def q_norm_size(self) -> int:
+        """How many numbers of a query are normalised as one, if any are."""
+        return self.q_size if self.qk_norm_width == "all" else self.head_dim
+
+    @property
+    def k_norm_size(self) -> int:
+        """How many numbers of a key are normalised as one, if any are."""
+        return self.kv_size if self.qk_norm_width == "all" else self.head_dim
 
     @property
     def q_size(self) -> int:

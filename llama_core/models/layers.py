@@ -199,6 +199,24 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
+class NormOfHeads(RMSNorm):
+    """The same over all heads of a query or a key, of which tensor-parallel ranks have some each."""
+
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sums a tensor of every rank; None if this one has all heads."""
+
+    def forward(self, x_BSNH: Tensor) -> Tensor:
+        """Return the heads that are here with root mean square one over those of all ranks, times the weight."""
+        x = x_BSNH.flatten(2)
+        if self.sum_over_ranks is None:
+            return super().forward(x).view_as(x_BSNH)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = self.sum_over_ranks(wide.square().sum(-1, keepdim=True))
+        scale = torch.rsqrt(squares / self.weight.numel() + (self.eps or 0.0))
+        out = wide * scale * local_part(self.weight).to(x.dtype)
+        return out.to(x.dtype).view_as(x_BSNH)
+
+
 class Rotation(NamedTuple):
     """Cosines and sines of the rotary embedding, fp32 or wider, broadcastable to [B, S, 1, R]."""
 
@@ -343,8 +361,8 @@ class Attention(nn.Module):
         self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wo = Linear(spec.q_size, spec.hidden_size)
-        self.q_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.q_norm = _norm_of_heads(spec, spec.q_norm_size)
+        self.k_norm = _norm_of_heads(spec, spec.k_norm_size)
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
@@ -359,6 +377,12 @@ class Attention(nn.Module):
         out_BNSH = self.attend(q_BNSH, k_BKSH, v_BSKH.transpose(1, 2), mask)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
+
+
+def _norm_of_heads(spec: ModelSpec, size: int) -> nn.Module:
+    if not spec.qk_norm:
+        return nn.Identity()
+    return (RMSNorm if spec.qk_norm_width == "head" else NormOfHeads)(size, spec.norm_eps)
 
 
 def use_all_scores(model: nn.Module) -> None:

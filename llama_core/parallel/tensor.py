@@ -13,8 +13,12 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -28,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from llama_core.config.models import is_of_experts, weight_of
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, TokenEmbedding, local_part
+from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
 from llama_core.models.moe import MixtureOfExperts
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
@@ -54,12 +58,13 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         ),
         FeedForward: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
         MixtureOfExperts: RoutedAlike(stream),
+        NormOfHeads: SummedNorm(),
     }
     modules = dict(model.named_modules())
     styles = {name: of_modules[type(module)] for name, module in modules.items() if type(module) in of_modules}
     for name in model.spec.parameter_shapes:
         module, _, _ = name.rpartition(".")
-        if module in modules and not is_of_experts(name):  # a mixture divides its own
+        if module in modules and module not in styles and not is_of_experts(name):  # a mixture divides its own
             styles[module] = of_weights[weight_of(name).divided]
     return styles
 
@@ -161,6 +166,34 @@ class Replicated(ParallelStyle):
             input_fn=_as_replicated,  # type: ignore[arg-type]  # its result becomes the module's input
             output_fn=lambda _, output, mesh: output.to_local(),
         )
+
+
+class SummedNorm(ParallelStyle):
+    """A norm of all heads, of which every rank has some: the ranks sum their squares, and the gradients of the sums."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, NormOfHeads)
+        _distribute("", module, device_mesh, {"weight": Shard(0)})
+        module.sum_over_ranks = partial(_sum_both_ways, device_mesh.get_group())
+        return module
+
+
+def _sum_both_ways(group: ProcessGroup, own: Tensor) -> Tensor:
+    total: Tensor = _SumBothWays.apply(own, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _SumBothWays(torch.autograd.Function):
+    """Sums a tensor over ranks; each rank computes something else of the sum, so the gradient is a sum too."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_reduce(own, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, "sum", ctx.group), None
 
 
 class RoutedAlike(ParallelStyle):

@@ -14,7 +14,11 @@ from llama_core.errors import ConfigError
 
 SPEC = ModelSpec("out", "llama", 64, 2, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 256)
 FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in MoE.model_fields}
-NOT_YET = {"moe.moe_layers": {"moe": MoE(moe_layers=2)}, "norms": {"norms": "post"}}
+NOT_YET = {
+    "moe.moe_layers": {"moe": MoE(moe_layers=2)},
+    "norms": {"norms": "post"},
+    "qk_norm_width": {"qk_norm": True, "qk_norm_width": "all"},
+}
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {
     "hidden_size": {"hidden_size": 80},

@@ -1,4 +1,4 @@
-"""A block with its norms before, after, or on both sides computes what is written out here, in fp64."""
+"""A block with norms in each place and of each width computes what is written out here, in fp64."""
 
 from dataclasses import replace
 
@@ -7,6 +7,8 @@ import torch
 from architectures import VALUES
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
 from llama_core.models.layers import rotation
 from llama_core.models.llama import Llama
 
@@ -14,6 +16,7 @@ SPEC = ModelSpec("small", "llama", 24, 3, 4, 2, 8, 40, 32, 1e4, 1e-5, 64, 64)
 ROWS, LENGTH = 2, 7
 PLACEMENTS = VALUES["norms"]
 NORMS_OF_BLOCK = {"pre": 2, "post": 2, "both": 4}
+WIDTHS = {"none": {}, **{width: {"qk_norm": True, "qk_norm_width": width} for width in VALUES["qk_norm_width"]}}
 
 
 def normalised(x, weights, name):
@@ -35,10 +38,18 @@ def turned(x, places):
     return out
 
 
+def heads_of(x, weights, letter, num_heads):
+    """Return queries or keys, [rows, length, heads, 8], with a norm as wide as its weight."""
+    product = x @ weights[f"attention.w{letter}.weight"].T
+    norm = f"attention.{letter}_norm.weight"
+    width = len(weights[norm]) if norm in weights else product.shape[-1]
+    return normalised(product.unflatten(-1, (-1, width)), weights, norm).reshape(ROWS, LENGTH, num_heads, 8)
+
+
 def attention(x, weights):
     places = torch.arange(LENGTH, dtype=torch.float64)
-    q = turned((x @ weights["attention.wq.weight"].T).view(ROWS, LENGTH, 4, 8), places)
-    k = turned((x @ weights["attention.wk.weight"].T).view(ROWS, LENGTH, 2, 8), places)
+    q = turned(heads_of(x, weights, "q", 4), places)
+    k = turned(heads_of(x, weights, "k", 2), places)
     v = (x @ weights["attention.wv.weight"].T).view(ROWS, LENGTH, 2, 8)
     heads = []
     for head in range(4):
@@ -61,9 +72,9 @@ def written_out(x, weights):
     return x + normalised(added, weights, "ffn_post_norm.weight")
 
 
-def drawn(norms):
+def drawn(norms="pre", width="none"):
     """Return a model in fp64 whose matrices and norms matter, and the stream that enters its first block."""
-    model = Llama(replace(SPEC, norms=norms), compute_dtype=torch.float64).double()
+    model = Llama(replace(SPEC, norms=norms, **WIDTHS[width]), compute_dtype=torch.float64).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,11 +88,12 @@ def after_block(model, x):
     return model.layers["0"](x, rotary, None)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("norms", PLACEMENTS)
-def test_a_block_and_its_gradients_are_those_of_the_computation_written_out(norms):
-    model, x = drawn(norms)
+def test_a_block_and_its_gradients_are_those_of_the_computation_written_out(norms, width):
+    model, x = drawn(norms, width)
     weights = dict(model.layers["0"].named_parameters())
-    assert sum("norm" in name for name in weights) == NORMS_OF_BLOCK[norms]
+    assert sum("norm" in name for name in weights) == NORMS_OF_BLOCK[norms] + 2 * (width != "none")
     out, expected = after_block(model, x), written_out(x, weights)
     # the block's angles are fp32; a frequency off by 1e-7 turns by less than 1e-6 radians over 7 places
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
@@ -93,20 +105,29 @@ def test_a_block_and_its_gradients_are_those_of_the_computation_written_out(norm
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5, msg=name)
 
 
-def test_each_placement_of_the_norms_is_another_function():
+EACH = [*((norms, "none") for norms in PLACEMENTS), *(("pre", width) for width in VALUES["qk_norm_width"])]
+
+
+def test_each_place_and_width_of_norms_is_another_function():
     outs = []
-    for norms in PLACEMENTS:
-        model, x = drawn(norms)
+    for norms, width in EACH:
+        model, x = drawn(norms, width)
         outs.append(after_block(model, x))
     for place, out in enumerate(outs):
         assert all((out - other).abs().max() > 0.1 for other in outs[:place])
 
 
+@pytest.mark.parametrize(("width", "of_heads"), [("none", 0), ("head", 8 + 8), ("all", 4 * 8 + 2 * 8)])
 @pytest.mark.parametrize("norms", PLACEMENTS)
-def test_every_norm_counts_as_many_parameters_as_the_stream_is_wide(norms):
-    spec = replace(SPEC, norms=norms)
+def test_every_norm_counts_as_many_parameters_as_what_it_normalises_is_wide(norms, width, of_heads):
+    spec = replace(SPEC, norms=norms, **WIDTHS[width])
     with torch.device("meta"):
         built = sum(parameter.numel() for parameter in Llama(spec).parameters())
     matrices = 2 * SPEC.embedding_parameters + SPEC.num_layers * SPEC.layer_matmul_parameters
-    num_norms = SPEC.num_layers * NORMS_OF_BLOCK[norms] + 1
-    assert spec.num_parameters == built == matrices + num_norms * SPEC.hidden_size
+    of_blocks = SPEC.num_layers * (NORMS_OF_BLOCK[norms] * SPEC.hidden_size + of_heads)
+    assert spec.num_parameters == built == matrices + of_blocks + SPEC.hidden_size
+
+
+def test_a_width_without_norms_of_queries_and_keys_is_refused():
+    with pytest.raises(ConfigError, match=r"architecture.qk_norm_width=all needs architecture.qk_norm=true\Z"):
+        RunConfig.from_mapping({"architecture": {"qk_norm_width": "all"}})

@@ -66,8 +66,8 @@ class Layer(ModelProgram):
         whole = self.gather(x)
         q, k, v = (self.projection(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
         if self.spec.qk_norm:
-            q = self.norm_of_heads(q, is_trained="q_norm" in self.traits.trained)
-            k = self.norm_of_heads(k, is_trained="k_norm" in self.traits.trained)
+            q = self.norm_of_heads(q, self.spec.q_norm_size, is_trained="q_norm" in self.traits.trained)
+            k = self.norm_of_heads(k, self.spec.k_norm_size, is_trained="k_norm" in self.traits.trained)
         rotated_q = self.rotate(q)
         rotated_k = self.rotate(k)
         attended = self.attend(rotated_q, rotated_k, v)

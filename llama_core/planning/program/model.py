@@ -13,7 +13,7 @@ from llama_core.planning.program.operations import (
     Size,
 )
 from llama_core.planning.program.setting import Setting
-from llama_core.planning.transfers import Collective, PassTraffic, Traffic
+from llama_core.planning.transfers import NO_TRAFFIC, Collective, PassTraffic, Traffic
 from llama_core.weights import INPUTS, OUTPUTS
 
 
@@ -59,21 +59,35 @@ class ModelProgram(Program):
         width = self.spec.hidden_size
         return self.normalise(x, width, is_trained=is_trained, is_partial=self.setting.sharded_sequence)
 
-    def norm_of_heads(self, x: int, *, is_trained: bool) -> int:
-        """Normalise every head of every token, in fp32; tensor-parallel ranks have some of the heads each."""
-        return self.normalise(x, self.spec.head_dim, is_trained=is_trained, is_partial=self.setting.tp > 1)
+    def norm_of_heads(self, x: int, size: int, *, is_trained: bool) -> int:
+        """Normalise every head of every token in fp32, or all as one; tensor-parallel ranks have some of them each."""
+        tp = self.setting.tp
+        if self.spec.qk_norm_width == "head":
+            return self.normalise(x, size, is_trained=is_trained, is_partial=tp > 1)
+        return self.normalise(x, size // tp, is_trained=is_trained, is_summed=tp > 1)
 
-    def normalise(self, x: int, width: int, *, is_trained: bool, is_partial: bool) -> int:
-        """Normalise every ``width`` numbers, in fp32."""
+    def normalise(
+        self, x: int, width: int, *, is_trained: bool, is_partial: bool = False, is_summed: bool = False
+    ) -> int:
+        """Normalise every ``width`` numbers, in fp32.
+
+        Args:
+            x: the numbers.
+            width: how many are normalised as one.
+            is_trained: whether the norm's weight is trained.
+            is_partial: whether tensor-parallel ranks sum the gradient of its weight.
+            is_summed: whether they sum their squares, which no kernel of torch does.
+        """
         weight = self.cast(self.vector(width, is_trained=is_trained, is_partial=is_partial), self.itemsize)
         scales = Size(self.sizes[x].elements // width, FP32_BYTES)
-        if self.setting.fuses_norms:
+        if self.setting.fuses_norms and not is_summed:
             out = self.result("fused_norm", [x, weight], self.sizes[x], scales)
             self.end(x)
             return out
+        sends = self.tensor_parallel("all_reduce", "all_reduce", scales.num_bytes) if is_summed else NO_TRAFFIC
         wide = self.cast(x, FP32_BYTES)
         squares = self.num_bytes[wide]
-        scale = self.result("inverse_rms", [wide], scales, workspace=BothWays(squares, 3 * squares))
+        scale = self.result("inverse_rms", [wide], scales, workspace=BothWays(squares, 3 * squares), sends=sends)
         normalised = self.result("multiply", [wide, scale], self.sizes[wide])
         out = self.cast(self.result("multiply", [normalised, weight], self.sizes[wide]), self.itemsize)
         self.end(x, wide, scale)  # torch's function holds its own too

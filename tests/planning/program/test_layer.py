@@ -83,7 +83,8 @@ def test_a_program_follows_every_field_of_a_model_alone(path, value):
 
 @pytest.mark.parametrize("seed", [*range(8), *(nightly(seed) for seed in range(8, 160))])
 def test_a_layer_keeps_holds_and_multiplies_what_its_program_says(seed):
-    check(drawn(seed))
+    """But for part of some peaks, where gradients of adapters and of weights with lasting copies meet."""
+    check(drawn(seed), peaks=4e-3)
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(nightly(seed) for seed in range(4, 60))])
