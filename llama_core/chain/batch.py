@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llama_core.config.run import RunConfig
-from llama_core.data.statistics import DOCUMENTS
+from llama_core.objectives.records import DOCUMENTS
 from llama_core.units import counted
 
 
@@ -54,4 +54,4 @@ def _steps(config: RunConfig, data: Mapping[str, Any]) -> list[str]:
 def _unit_in_rows(data: Mapping[str, Any]) -> str:
     """Return what sequences hold whole; empty if documents are cut, or the data are unknown."""
     is_known = bool(data) and data["num_sequences"] > 0
-    return str(data["unit"]) if is_known and data["unit"] != DOCUMENTS else ""
+    return str(data["unit"]) if is_known and data["unit"] != DOCUMENTS.name else ""

@@ -180,7 +180,7 @@ class LossOnData:
             raise ConfigError(f"{weights} is no run, so nothing is held out; name data with --data")
         if config.data.source == DATALOADER:
             raise ConfigError("this run was trained on a dataloader; name data with --data")
-        if config.objective.reads != "documents":
+        if config.objective.records.holds_answers:
             raise ConfigError(
                 f"this run was trained for {config.objective.name} on {config.objective.reads}, which have no loss of "
                 "the next token; name texts or conversations with --data"

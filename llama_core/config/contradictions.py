@@ -454,7 +454,7 @@ def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[
 
 def unfit_for_pairs(data: DataConfig, training: TrainingConfig) -> Iterator[Problem]:
     """Yield which settings of the data do not go with an objective that reads answers."""
-    if OBJECTIVES.named(training.objective).reads == "documents":
+    if not OBJECTIVES.named(training.objective).records.holds_answers:
         return
     both = f"training.objective={training.objective}"
     if not data.document_mask:

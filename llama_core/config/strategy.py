@@ -324,7 +324,7 @@ def fine_tuning_defaults(*, adapters: bool, trained_before: bool, objective: obj
     elif trained_before:
         tuned = _WHOLE_MODEL
     known = OBJECTIVES.find(objective) if isinstance(objective, str) else None
-    if known is None or known.reads == "documents":
+    if known is None or not known.records.holds_answers:
         return tuned
     one_epoch = {key: value for key, value in tuned.items() if key != "epochs"}
     return one_epoch | {"learning_rate": _RATES_OF_ANSWERS["adapters" if adapters else "whole"]}

@@ -6,10 +6,10 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,13 +26,13 @@ from llama_core.data.chat_template import (
 from llama_core.data.corpus import Document, Turns
 from llama_core.data.message_keys import (
     COUNTING,
+    SYSTEM_ROLES,
     THOUGHTS,
     check_counting,
     ignored_keys,
     is_muted,
     with_other_words,
 )
-from llama_core.data.pairs import SYSTEM_ROLES, LabelledAnswer, Pair, equal_answers, no_answer
 from llama_core.data.rendering import Message, Spans, TemplateRefusalError, Tools
 from llama_core.data.source_file import SourceFile
 from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
@@ -107,6 +107,14 @@ class ConversationCounts:
         )
 
 
+@runtime_checkable
+class AnswerRecord(Protocol):
+    """One or more answers to a prompt, in a record whose kind says how they are rendered (``records/``)."""
+
+    def document(self, chat: "ChatFormat", location: str, tools: Sequence[Message]) -> Document:
+        """Return them as a document; raises what ``ChatFormat.document`` does."""
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """How the conversations of a source become documents."""
@@ -124,7 +132,7 @@ class ChatFormat:
         return hashlib.sha256(f"{self.loss_on} {self.template.fingerprint}".encode()).hexdigest()
 
     def document(
-        self, content: Sequence[Message] | Pair | LabelledAnswer, location: str, tools: Sequence[Message] = ()
+        self, content: "Sequence[Message] | AnswerRecord", location: str, tools: Sequence[Message] = ()
     ) -> Document:
         """Return a record's conversation, or its answers, as a document. Messages without content are dropped.
 
@@ -132,7 +140,7 @@ class ChatFormat:
         record is usually in many.
 
         Args:
-            content: the messages of the record, as a file holds them, or its pair of answers or its labelled one.
+            content: the messages of the record, as a file holds them, or its answers.
             location: the record's place, for errors.
             tools: the JSON schemas of the tools that the assistant may call.
 
@@ -143,10 +151,8 @@ class ChatFormat:
                 or the template raises, renders no assistant text, or knows no tools.
         """
         try:
-            if isinstance(content, Pair):
-                return self._pair(content, location, tools)
-            if isinstance(content, LabelledAnswer):
-                return self._labelled(content, location, tools)
+            if isinstance(content, AnswerRecord):
+                return content.document(self, location, tools)
             return self._document(content, location, tools)
         except RecursionError:
             raise UnusableRecordError("not supported", "its values are nested too deeply") from None
@@ -182,37 +188,13 @@ class ChatFormat:
             text, location, self._turns(shown, text, counted, tools, num_empty=num_empty, identity=identity)
         )
 
-    def _pair(self, pair: Pair, location: str, tools: Sequence[Message]) -> Document:
-        """Return the chosen answer of a pair with its prompt, and the other one beside it; only answers count."""
-        identity = json.dumps(["pair", *pair[:3]], sort_keys=True, default=str)
-        if pair.is_text:
-            chosen, rejected = (self._text(str(pair.prompt), str(answer)) for answer in (pair.chosen, pair.rejected))
-        else:
-            chosen, rejected = (
-                self._answer(pair.prompt, answer, name, location, tools)
-                for answer, name in ((pair.chosen, "chosen"), (pair.rejected, "rejected"))
-            )
-        of_chosen, of_rejected = (
-            Document(text, location, replace(turns, messages=identity)) for text, turns in (chosen, rejected)
-        )
-        if of_chosen.text == of_rejected.text:  # a template may strip the spaces in which they differ
-            raise equal_answers()
-        return replace(of_chosen, other=of_rejected)
-
-    def _labelled(self, labelled: LabelledAnswer, location: str, tools: Sequence[Message]) -> Document:
-        """Return an answer with its prompt; only the answer counts."""
-        # both labels of one answer are on the same side of a split
-        identity = json.dumps(["answer", labelled.prompt, labelled.answer], sort_keys=True, default=str)
-        text, turns = self._answer(labelled.prompt, labelled.answer, "completion", location, tools)
-        return Document(text, location, replace(turns, messages=identity), is_good=labelled.is_good)
-
-    def _text(self, prompt: str, answer: str) -> tuple[str, Turns]:
+    def text(self, prompt: str, answer: str) -> tuple[str, Turns]:
         """Return a prompt and an answer that are plain texts, framed like others, and what counts of them."""
         begin = self.frame[0] + prompt
         text = begin + answer + self.frame[1]
         return text, Turns(((len(begin), len(text)),), "", 1, has_system=False, num_empty_turns=0)
 
-    def _answer(
+    def answer(
         self, prompt: Iterable[Any], answer: Iterable[Any], name: str, location: str, tools: Sequence[Message]
     ) -> tuple[str, Turns]:
         """Return a prompt and one answer to it as text, and what counts of them: the answer's assistant turns."""
@@ -566,6 +548,11 @@ def _checked(message: Message, which: str, location: str) -> Message:
         if message.get("content") is None:
             return checked
     return checked | {"content": _content(message, which, location)}
+
+
+def no_answer(name: str) -> UnusableRecordError:
+    """Return the error of a record without one of its answers."""
+    return UnusableRecordError("empty", f"no answer is left of {name!r} beside the prompt")
 
 
 def _all_muted() -> UnusableRecordError:

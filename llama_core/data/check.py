@@ -24,7 +24,7 @@ from llama_core.data.tokenising import refuse_sample
 from llama_core.data.tokenizer import Tokenizer, model_tokenizer
 from llama_core.data.undivided import TokenLayout
 from llama_core.errors import DataError
-from llama_core.objectives.traits import Reads
+from llama_core.objectives.records import DOCUMENTS
 from llama_core.units import MIB
 
 CHECKED_RECORDS = 1000
@@ -48,13 +48,13 @@ class DataCheck:
     """The same of the files of ``data.validation``; 0 if it names none."""
 
 
-def check_data(data: DataConfig, spec: ModelSpec, *, reads: Reads = "documents") -> DataCheck:
+def check_data(data: DataConfig, spec: ModelSpec, *, reads: str = DOCUMENTS.name) -> DataCheck:
     """Open the files of the run's data, read their first records and tokenise them. Writes nothing.
 
     Args:
         data: the data configuration.
         spec: the model. The tokenizer must fit its vocabulary; its family may have a format for conversations.
-        reads: what the run reads of a record.
+        reads: the name of the kind of records.
 
     Raises:
         DataError: if a file, its records or the tokenizer cannot be used.
@@ -109,7 +109,7 @@ def _first_records(
     data: DataConfig,
     spec: ModelSpec,
     tokenizer: Tokenizer,
-    reads: Reads,
+    reads: str,
     *,
     held_out: bool = False,
 ) -> _FirstRecords:

@@ -14,7 +14,6 @@ import numpy.typing as npt
 from llama_core.data.bad_lines import BadLines, MalformedRecordError, UnusableRecordError
 from llama_core.data.file_kinds import is_undivided, records_of
 from llama_core.data.formats import Content, Conversation, FieldNames, FormatCounts, Tokens, read_record
-from llama_core.data.pairs import LabelledAnswer, Pair
 from llama_core.data.raw_record import RawRecord
 from llama_core.data.source_file import Digest, SourceFile, reading, total_bytes
 from llama_core.data.undivided import TokenLayout, undivided_records
@@ -83,8 +82,20 @@ class Document:
         own = len(self.text) if self.ids is None else CHARACTERS_PER_TOKEN * len(self.ids)
         return own if self.other is None else own + self.other.size
 
+    def tokens_before_second(self, num_tokens: int) -> int | None:
+        """Return how many of the tokens of a pair are before its second answer; None if it holds no answers.
 
-RenderConversation = Callable[[list[Any] | Pair | LabelledAnswer, str, Sequence[Any]], Document]
+        An answer alone is the first or the second of a pair that lacks the other one.
+
+        Args:
+            num_tokens: those of its first part.
+        """
+        if self.other is None and self.is_good is None:
+            return None
+        return 0 if self.is_good is False else num_tokens
+
+
+RenderConversation = Callable[[Any, str, Sequence[Any]], Document]
 """Makes a document from the messages or the answers, the location and the tools of a record.
 
 Raises ``UnusableRecordError`` for a conversation to leave out, ``DataError`` for a malformed one.

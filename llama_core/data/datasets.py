@@ -1,9 +1,10 @@
 """From a data source to batches: token caches, the held-out split, and a resumable stream of batches per rank."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from llama_core.config.settings import DataConfig, DataSource
 from llama_core.config.stages import Stage, part_name, rows_before
 from llama_core.data.corpus import OnProgress
 from llama_core.data.mixture import Mixture
-from llama_core.data.packing import PackedConversations, PackedDataset, PackedLabelledAnswers, PackedPairs, pack
+from llama_core.data.packing import PackedConversations, PackedDataset, pack
+from llama_core.data.records.pairs import PackedPairs
 from llama_core.data.selection import Selection, Split, everything, hold_out_known, hold_out_lowest
 from llama_core.data.statistics import DataStatistics, data_statistics
 from llama_core.data.tokenising import TokenisedSource, tokenised
@@ -304,21 +306,10 @@ def load_datasets(
         num_rows = sum(len(rows) for rows in (*in_all_lengths.values(), *validation.values()))
         num_rows *= num_references(objective)
         note = f"before the first step, the reference takes a forward over {num_rows:,} sequences"
-        notes = [*statistics.notes, note, *_about_single_answers(train.values())]
-        statistics = replace(statistics, notes=tuple(notes))
+        statistics = replace(statistics, notes=(*statistics.notes, note))
+    about = import_module(objective.records.built_in).about(list(train.values()))
+    statistics = replace(statistics, notes=(*statistics.notes, *about))
     return Datasets(mixture, {name: rows for name, rows in validation.items() if len(rows)}, statistics)
-
-
-def _about_single_answers(train: Iterable[PackedDataset]) -> Iterator[str]:
-    """Yield a sentence on answers that have no row with another one, if there are any."""
-    rows = [source for source in train if isinstance(source, PackedLabelledAnswers)]
-    num_alone = sum(source.num_alone for source in rows)
-    if num_alone:
-        yield (
-            f"{num_alone:,} of {sum(map(len, rows)):,} sequences hold a single answer, which says nothing about the "
-            "divergence from the reference, since a mismatch is with the prompt of another answer of its sequence; a "
-            "longer training.seq_len holds more"
-        )
 
 
 def _split(

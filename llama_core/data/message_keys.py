@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable, Iterator
 
 from llama_core.config.settings import LossOn
-from llama_core.data.pairs import SYSTEM_ROLES
 from llama_core.data.rendering import Message
 from llama_core.data.tool_calls import RESULT_ROLES
 from llama_core.errors import DataError
 
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of a message that says how to answer, and asks nothing."""
 COUNTING = ("weight", "train", "loss")
 """Keys that say whether a message is trained on: 0 or 1, false or true."""
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")

@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,13 +13,10 @@ import numpy.typing as npt
 
 from llama_core.data.selection import Part, Selection
 from llama_core.models.batch import IGNORE_INDEX
-from llama_core.objectives.preferences import ANSWER, MISMATCH, REFERENCE
-from llama_core.objectives.traits import Reads
+from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS
 
 _SAMPLED_ROWS = 1024
 """Rows by which properties of all rows are judged."""
-_FEWEST_OF_PAIR = 2
-"""Fewest tokens of a row that a pair or a labelled answer takes, so that there are two numbers of answers for each."""
 _OPENED_PARTS = 64
 """Most shards whose tokens are opened before the first row is read: a run then keeps them, even if they are deleted."""
 
@@ -38,6 +36,9 @@ class PackedDataset:
         seq_len: tokens per row.
         document_mask: keep attention inside each document; otherwise batches carry no positions.
     """
+
+    unit: ClassVar[str] = DOCUMENTS.name
+    """What is packed, in messages."""
 
     def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
         self.per_token: tuple[str, ...] = ()
@@ -120,7 +121,7 @@ class PackedDataset:
 
 
 @dataclass(frozen=True)
-class _Pieces:
+class Pieces:
     """Documents of a shard that are in rows, or what fits of them."""
 
     begins: npt.NDArray[np.int64]
@@ -150,7 +151,6 @@ class PackedConversations(PackedDataset):
     """
 
     unit: ClassVar[str] = "conversations"
-    """What the documents are, in messages."""
 
     def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
         if not selection.has_conversations:
@@ -160,9 +160,9 @@ class PackedConversations(PackedDataset):
         self.num_truncated = sum(pieces.num_truncated for pieces in found)
         """Number of truncated conversations."""
         part_of_piece = np.repeat(np.arange(len(found)), [len(pieces.begins) for pieces in found])
-        begins = _concatenated([pieces.begins for pieces in found])
-        lengths = _concatenated([pieces.lengths for pieces in found])
-        num_targets = _concatenated([pieces.num_targets for pieces in found])
+        begins = concatenated([pieces.begins for pieces in found])
+        lengths = concatenated([pieces.lengths for pieces in found])
+        num_targets = concatenated([pieces.num_targets for pieces in found])
         kept = num_targets > 0
         self.num_left_out = int((~kept).sum())
         """Number of conversations left out, because no token that fits into a row counts."""
@@ -224,231 +224,20 @@ class PackedConversations(PackedDataset):
         return tokens, targets, positions
 
 
-class PackedPairs(PackedConversations):
-    """Rows of ``seq_len`` tokens that hold whole pairs: both answers, each with its prompt, as documents of one row.
-
-    A pair longer than a row is truncated: each answer may have half of the row, or what the other one leaves of it. It
-    is left out if an answer keeps no token that counts. Beside targets, every token has the number of its answer, and
-    with ``references`` what the reference makes of it; see ``llama_core.objectives.preferences``.
-
-    Takes 40 bytes of memory per pair, and 8 with ``references``; tokens stay on disk.
-
-    Args:
-        selection: the pairs to pack.
-        seq_len: tokens per row.
-        document_mask: must be set, because every row holds several documents.
-    """
-
-    unit: ClassVar[str] = "pairs"
-    referred: ClassVar[tuple[str, ...]] = (REFERENCE,)
-    """The log-probabilities under a reference that every answer has, with ``references``."""
-
-    def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
-        if not document_mask:
-            raise ValueError("a row holds several answers, so that attention needs the document mask")
-        PackedDataset.__init__(self, selection, seq_len)
-        self.per_token = (ANSWER,)
-        found = [self._found(part, seq_len) for part in selection.parts]
-        self.num_truncated = sum(pairs.num_truncated for pairs in found)
-        part_of_pair = np.repeat(np.arange(len(found)), [len(pairs.begins) for pairs in found])
-        begins_N2 = _concatenated([pairs.begins for pairs in found]).reshape(-1, 2)
-        lengths_N2 = _concatenated([pairs.lengths for pairs in found]).reshape(-1, 2)
-        num_targets_N2 = _concatenated([pairs.num_targets for pairs in found]).reshape(-1, 2)
-        kept = ((num_targets_N2 > 0) | (lengths_N2 == 0)).all(1)
-        self.num_left_out = int((~kept).sum())
-        self._num_targets = int(num_targets_N2[kept].sum())
-        lengths = np.maximum(lengths_N2[kept].sum(1), _FEWEST_OF_PAIR)
-        rows = best_fit(lengths, seq_len)
-        order = np.argsort(rows, kind="stable")
-        self._parts = part_of_pair[kept][order]
-        self._begins_N2 = begins_N2[kept][order]
-        self._lengths_N2 = lengths_N2[kept][order]
-        self._lengths = lengths[order]
-        self._first_of_row = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
-        self._references_N2: npt.NDArray[np.float32] | None = None
-
-    @staticmethod
-    def _found(part: Part, seq_len: int) -> _Pieces:
-        """Return what rows hold of each pair of a part, [pairs, 2]."""
-        return _pairs(part, seq_len)
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs in all rows."""
-        return len(self._parts)
-
-    @property
-    def share_of_whole_rows(self) -> float:
-        """The share of the rows that are taken as a single document: none, as a pair is two."""
-        return 0.0
-
-    def set_references(self, references_N2: npt.NDArray[np.float32]) -> None:
-        """Give every row the log-probabilities of its answers under the reference.
-
-        Args:
-            references_N2: those of every pair in the order of the rows, in nats: [pairs, 2].
-        """
-        if references_N2.shape != (self.num_pairs, 2):
-            raise ValueError(f"{references_N2.shape} are no log-probabilities of {self.num_pairs} pairs")
-        self._references_N2 = references_N2
-        self.per_token = (ANSWER, *self.referred)
-
-    def references_in(self, log_probabilities_AV: npt.NDArray[np.float32], index: int) -> npt.NDArray[np.float32]:
-        """Return those of the pairs of a row that ``set_references`` takes.
-
-        Args:
-            log_probabilities_AV: those of the answers of the row, by their numbers, for each of ``referred``.
-            index: the row.
-        """
-        num_pairs = len(self.pairs_of(index))
-        return log_probabilities_AV[1 : 1 + 2 * num_pairs, 0].reshape(-1, 2)
-
-    def pairs_of(self, index: int) -> range:
-        """Return the numbers of the pairs of a row."""
-        return range(int(self._first_of_row[index]), int(self._first_of_row[index + 1]))
-
-    def row(self, index: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return tokens, targets and positions of a row, int64 [seq_len], and the values of ``per_token`` in fp32."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of a dataset of {len(self)} rows")
-        tokens = np.full(self.seq_len, self.selection.eos_id, np.int64)
-        targets = np.full_like(tokens, IGNORE_INDEX)
-        positions = np.arange(self.seq_len)
-        answers = np.zeros(self.seq_len, np.float32)
-        references_VS = np.zeros((len(self.per_token) - 1, self.seq_len), np.float32)
-        place = 0
-        number = 0
-        for pair in self.pairs_of(index):
-            shard = self.selection.parts[self._parts[pair]].shard
-            fewest = place + _FEWEST_OF_PAIR
-            for which, (begin, length) in enumerate(zip(self._begins_N2[pair], self._lengths_N2[pair], strict=True)):
-                number += 1
-                if not length:  # a labelled answer has no other one
-                    continue
-                window = shard.tokens[begin : begin + length + 1].astype(np.int64)
-                assert shard.ignored is not None, "every pair has tokens that do not count"
-                is_ignored = shard.ignored[begin + 1 : begin + length + 1]
-                here = slice(place, place + length)
-                positions[place:] = np.arange(self.seq_len - place)
-                tokens[here] = window[:-1]
-                targets[here] = np.where(is_ignored, IGNORE_INDEX, window[1:])
-                answers[here] = np.where(is_ignored, 0, number)
-                first = place + int(np.argmin(is_ignored))
-                answers[first] = -number
-                if self._references_N2 is not None:
-                    references_VS[:, first] = self._referred_of(self._references_N2[pair], which)
-                place += length
-            place = max(place, fewest)
-        positions[place:] = np.arange(self.seq_len - place)
-        return tokens, targets, positions, answers, *references_VS
-
-    def _referred_of(self, references_2: npt.NDArray[np.float32], which: int) -> npt.NDArray[np.float32]:
-        """Return the values of ``referred`` of an answer of a pair, from what ``set_references`` got of the pair."""
-        return references_2[which : which + 1]
-
-
-class PackedLabelledAnswers(PackedPairs):
-    """Rows of ``seq_len`` tokens that hold whole labelled answers, each with its prompt, as documents.
-
-    They are pairs that lack one of their answers: a good answer has the first number of its pair, a bad one the second.
-    The answers of a pair are two such. What is longer than a row is truncated.
-
-    Takes 40 bytes of memory per answer, and 8 with ``references``; tokens stay on disk.
-    """
-
-    unit: ClassVar[str] = "labelled answers"
-    referred: ClassVar[tuple[str, ...]] = (REFERENCE, MISMATCH)
-
-    @cached_property
-    def digest(self) -> str:
-        """16 hex digits that two datasets share exactly when they hold the same rows in the same order."""
-        return hashlib.sha256(f"{super().digest} {self.unit}".encode()).hexdigest()[:16]
-
-    @staticmethod
-    def _found(part: Part, seq_len: int) -> _Pieces:
-        """Return what rows hold of each answer of a part as one of a pair, [answers, 2]."""
-        return _labelled(part, seq_len)
-
-    @property
-    def num_alone(self) -> int:
-        """Rows with a single answer."""
-        return int((np.diff(self._first_of_row) == 1).sum())
-
-    def references_in(self, log_probabilities_AV: npt.NDArray[np.float32], index: int) -> npt.NDArray[np.float32]:
-        """Return those of the answers of a row that ``set_references`` takes: after its own prompt, and another one."""
-        is_bad = self._lengths_N2[list(self.pairs_of(index)), 0] == 0
-        numbers = 1 + 2 * np.arange(len(is_bad)) + is_bad
-        of_answers: npt.NDArray[np.float32] = log_probabilities_AV[numbers]
-        return of_answers
-
-    def _referred_of(self, references_2: npt.NDArray[np.float32], which: int) -> npt.NDArray[np.float32]:
-        return references_2
+def packed_documents(selection: Selection) -> type[PackedDataset]:
+    """Return how documents are packed: whole if there are conversations among them, else end to end."""
+    return PackedConversations if selection.has_conversations else PackedDataset
 
 
 def pack(
-    selection: Selection, seq_len: int, *, document_mask: bool = True, reads: Reads = "documents"
+    selection: Selection, seq_len: int, *, document_mask: bool = True, reads: str = DOCUMENTS.name
 ) -> PackedDataset:
-    """Return documents of a source as rows: answers or conversations, whole, if it holds any, else texts end to end."""
-    kind = PackedDataset
-    if selection.has_pairs:
-        kind = PackedLabelledAnswers if reads == "labelled answers" else PackedPairs
-    elif selection.has_conversations:
-        kind = PackedConversations
+    """Return documents of a source as rows, as their kind of records wants it."""
+    kind: type[PackedDataset] = import_module(RECORD_KINDS.named(reads).built_in).rows_of(selection)
     return kind(selection, seq_len, document_mask=document_mask)
 
 
-def _pairs(part: Part, seq_len: int) -> _Pieces:
-    """Return what rows of ``seq_len`` tokens hold of each pair of a part, [pairs, 2]; reads all their lengths."""
-    shard = part.shard
-    begins_N2, sizes_N2 = _places_of_pairs(part)
-    num_inputs_N2 = sizes_N2 - 1  # a document's last token is only a target
-    if (num_inputs_N2 < 1).any():
-        raise shard.removed("its offsets and seconds do not ascend")
-    chosen, rejected = num_inputs_N2.T
-    chosen = np.minimum(chosen, np.maximum(seq_len // 2, seq_len - rejected))
-    rejected = np.minimum(rejected, seq_len - chosen)
-    lengths_N2 = np.stack([chosen, rejected], axis=1)
-    assert shard.ignored is not None, "every pair has tokens that do not count"
-    firsts = begins_N2.ravel() + 1
-    num_ignored = _count(shard.ignored, firsts, firsts + lengths_N2.ravel())
-    num_truncated = int((lengths_N2 < num_inputs_N2).any(1).sum())
-    return _Pieces(begins_N2, lengths_N2, lengths_N2 - num_ignored.reshape(-1, 2), num_truncated)
-
-
-def _labelled(part: Part, seq_len: int) -> _Pieces:
-    """Return what rows of ``seq_len`` tokens hold of each labelled answer of a part, [answers, 2]."""
-    shard = part.shard
-    begins_N2, sizes_N2 = _places_of_pairs(part)
-    if (sizes_N2 < 0).any() or (sizes_N2 == 1).any():
-        raise shard.removed("its offsets and seconds do not ascend")
-    which, pairs = np.nonzero(sizes_N2.T)  # all good answers first, so that those of a pair are apart
-    begins = begins_N2[pairs, which]
-    num_inputs = sizes_N2[pairs, which] - 1  # a document's last token is only a target
-    lengths = np.minimum(num_inputs, seq_len)
-    assert shard.ignored is not None, "every answer has tokens that do not count"
-    num_targets = lengths - _count(shard.ignored, begins + 1, begins + 1 + lengths)
-    num_truncated = int((num_inputs > seq_len).sum())
-    return _Pieces(_in_places(begins, which), _in_places(lengths, which), _in_places(num_targets, which), num_truncated)
-
-
-def _places_of_pairs(part: Part) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return where both answers of each pair of a part begin in its shard, and their tokens, [pairs, 2] each."""
-    shard = part.shard
-    pairs = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
-    starts = np.asarray(shard.offsets[pairs])
-    ends = np.asarray(shard.offsets[pairs + 1])
-    seconds = starts + np.asarray(shard.seconds[pairs])
-    return np.stack([starts, seconds], axis=1), np.stack([seconds - starts, ends - seconds], axis=1)
-
-
-def _in_places(values: npt.NDArray[np.int64], which: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return each value in its place of two, the other of which is 0: [values, 2]."""
-    places_N2 = np.zeros((len(values), 2), np.int64)
-    places_N2[np.arange(len(values)), which] = values
-    return places_N2
-
-
-def _pieces(part: Part, seq_len: int) -> _Pieces:
+def _pieces(part: Part, seq_len: int) -> Pieces:
     """Return what rows of ``seq_len`` tokens hold of each document of a part; reads all their lengths."""
     shard = part.shard
     documents = np.concatenate([np.arange(span.first, span.last) for span in part.spans])
@@ -466,12 +255,13 @@ def _pieces(part: Part, seq_len: int) -> _Pieces:
     lengths = np.minimum(num_inputs[document] - before, seq_len)
     num_targets = lengths
     if shard.ignored is not None:
-        num_targets = lengths - _count(shard.ignored, begins + 1, begins + 1 + lengths)
+        num_targets = lengths - count_set(shard.ignored, begins + 1, begins + 1 + lengths)
     num_truncated = int((is_conversation & (num_inputs > seq_len)).sum())
-    return _Pieces(begins, lengths, num_targets, num_truncated)
+    return Pieces(begins, lengths, num_targets, num_truncated)
 
 
-def _concatenated(arrays: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+def concatenated(arrays: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Return some arrays as one; they may be none."""
     return np.concatenate(arrays) if arrays else np.empty(0, np.int64)
 
 
@@ -508,7 +298,7 @@ def best_fit(lengths: npt.NDArray[Any], capacity: int) -> npt.NDArray[np.int64]:
     return rows
 
 
-def _count(mask: npt.NDArray[np.bool_], begins: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def count_set(mask: npt.NDArray[np.bool_], begins: npt.NDArray[Any], ends: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return how many are set between each begin and end; these spans must not overlap or be empty."""
     counts = np.zeros(len(begins), np.int64)
     if len(begins):

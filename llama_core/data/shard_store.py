@@ -35,7 +35,6 @@ from llama_core.data.chat import ChatFormat
 from llama_core.data.corpus import Document, OnProgress, Tally, read_documents
 from llama_core.data.file_kinds import identity_of
 from llama_core.data.formats import FieldNames
-from llama_core.data.pairs import LabelledAnswer, Pair
 from llama_core.data.shard import RECORD, Shard, ShardFacts, ShardRecord, remove_entry
 from llama_core.data.shard_writing import write_shard
 from llama_core.data.source_file import SourceFile, digest_of
@@ -171,7 +170,7 @@ def build_shard(
     content = hashlib.sha256()
     has_conversations = False
 
-    def render(content: list[Any] | Pair | LabelledAnswer, location: str, tools: Sequence[Any]) -> Document:
+    def render(content: Any, location: str, tools: Sequence[Any]) -> Document:
         nonlocal has_conversations
         has_conversations = True
         return recipe.chat.document(content, location, tools)

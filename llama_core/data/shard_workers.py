@@ -26,7 +26,7 @@ from llama_core.data.source_file import SourceFile, total_bytes
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.imports import safe_python
-from llama_core.objectives.traits import Reads
+from llama_core.objectives.records import DOCUMENTS
 
 _OF_DAMAGE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 """Signals of a library that has read what it cannot read."""
@@ -39,8 +39,8 @@ class Start:
 
     data: DataConfig
     spec: ModelSpec
-    reads: Reads = "documents"
-    """What is read of a record."""
+    reads: str = DOCUMENTS.name
+    """The name of the kind of records."""
 
 
 @dataclass(frozen=True)

@@ -78,10 +78,9 @@ def write_shard(
                     tally.bad_lines.add(document.location, problem, max_bad_lines, len(hashes))
                     continue
                 ids, ignored = _one_after_another(parts)
-                if document.is_good is False:
-                    seconds.append(0)
-                elif document.is_good or document.other is not None:
-                    seconds.append(len(parts[0][0]))
+                before_second = document.tokens_before_second(len(parts[0][0]))
+                if before_second is not None:
+                    seconds.append(before_second)
                 if ignored is not None:
                     _write_at(ignored_file, offsets[-1], ignored)
                 if document.turns is not None:

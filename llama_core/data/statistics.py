@@ -20,7 +20,6 @@ from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, read_typed, write_json
 
-DOCUMENTS = "documents"
 _MOST_COUNTED_TOKENS = 2**33
 """Training tokens above which no entropies are counted."""
 
@@ -103,8 +102,9 @@ class DataStatistics:
         """Return the data in one line."""
         held_out = f"{self.num_validation_documents:,} held out" if self.num_validation_documents else "none held out"
         template = f", template: {self.chat_template}" if self.chat_template else ""
-        of_chat = self.unit in {DOCUMENTS, PackedConversations.unit}  # a source of conversations may hold texts, too
-        unit = DOCUMENTS if of_chat else self.unit
+        # a source of conversations may hold texts, too
+        of_chat = self.unit in {PackedDataset.unit, PackedConversations.unit}
+        unit = PackedDataset.unit if of_chat else self.unit
         counts = self.conversations.summary(PackedConversations.unit if of_chat else self.unit)
         conversations = f"; {counts}{template}" if self.conversations.num_conversations else ""
         when = " at first" if self.stages else ""
@@ -154,7 +154,7 @@ def data_statistics(
     num_documents = sum(source.cache.num_documents for source in sources.values())
     packed = [rows for rows in (*train.values(), *validation.values()) if isinstance(rows, PackedConversations)]
     bad_lines = sum((source.cache.bad_lines for source in sources.values()), BadLines())
-    units = {_unit(rows) for rows in train.values()}
+    units = {rows.unit for rows in train.values()}
     return DataStatistics(
         num_documents=sum(rows.num_documents for rows in train.values()),
         num_tokens=sum(rows.num_tokens for rows in train.values()),
@@ -175,13 +175,13 @@ def data_statistics(
             *about_vocabulary(tokenizer),
             *notes(data, spec, chat, conversations, num_documents),
             *_about_stages(mixture.stages, num_sequences),
-            *(note for rows in train.values() for note in _losses(rows, f"{_unit(rows)} to train on")),
-            *(note for rows in validation.values() for note in _losses(rows, f"held-out {_unit(rows)}")),
+            *(note for rows in train.values() for note in _losses(rows, f"{rows.unit} to train on")),
+            *(note for rows in validation.values() for note in _losses(rows, f"held-out {rows.unit}")),
         ),
         sources=_about(mixture, train, validation, num_sequences) if data.sources else (),
         stages=tuple(map(str, mixture.stages)),
         frame=about_frame(data, chat) if num_documents > conversations.num_conversations else "",
-        unit=units.pop() if len(units) == 1 else DOCUMENTS,
+        unit=units.pop() if len(units) == 1 else PackedDataset.unit,
         tokenizer_digest=tokenizer.fingerprint,
         template_digest=chat.template.digest if with_conversations and not chat.template.is_built_in else None,
     )
@@ -262,10 +262,6 @@ def _about_stages(stages: Sequence[Stage], num_sequences: int | None) -> Iterato
             yield stage.rounding
         if num_sequences is not None and stage.first_row >= num_sequences:
             yield f"the run ends before stage {stage.number}, which begins after step {stage.num_steps:,}"
-
-
-def _unit(rows: PackedDataset) -> str:
-    return rows.unit if isinstance(rows, PackedConversations) else DOCUMENTS
 
 
 def _losses(rows: PackedDataset, which: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from llama_core.data.shard_store import Recipe
 from llama_core.data.token_cache import TokenCache, cached_tokens
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError, safe
-from llama_core.objectives.traits import Reads
+from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS
 from llama_core.records.files import cache_directory, is_disk_full, no_room
 from llama_core.records.owners import own_folder
 
@@ -59,7 +59,7 @@ def found_source(
     tokenizer: Tokenizer,
     spec: ModelSpec,
     *,
-    reads: Reads = "documents",
+    reads: str = DOCUMENTS.name,
     held_out: bool = False,
 ) -> FoundSource:
     """Find the files of a source, and how they become tokens; ``held_out`` is as for ``find_files``.
@@ -87,7 +87,7 @@ def tokenised(
     spec: ModelSpec,
     on_progress: OnProgress | None,
     *,
-    reads: Reads = "documents",
+    reads: str = DOCUMENTS.name,
     held_out: bool = False,
 ) -> TokenisedSource:
     """Return the tokens of one source, and make those that are missing; log the lines that were left out.
@@ -110,13 +110,13 @@ def tokenised(
     return TokenisedSource(here.name, cache, here.recipe.chat, tuple(f"{here.name}: {note}" for note in about))
 
 
-def refuse_sample(source: DataSource, reads: Reads) -> None:
+def refuse_sample(source: DataSource, reads: str) -> None:
     """Refuse to train on answers of the sample.
 
     Raises:
         DataError: if that is asked for.
     """
-    if source == SAMPLE and reads != "documents":
+    if source == SAMPLE and RECORD_KINDS.named(reads).holds_answers:
         row = formats_of(reads)[0]
         fields = " and ".join(map(repr, row.fields))
         raise DataError(

@@ -1,5 +1,6 @@
 """Preferences: which of two answers to a prompt is better, or whether an answer is good."""
 
+from llama_core.objectives.records import LABELLED_ANSWERS, PAIRS
 from llama_core.objectives.traits import ObjectiveType
 
 ANSWER = "answer"
@@ -23,7 +24,7 @@ DPO = ObjectiveType(
     keys=("preference_beta", "label_smoothing"),
     per_token=(ANSWER, REFERENCE),
     unit="nats/pair",
-    reads="pairs",
+    reads=PAIRS.name,
     shown=_SHOWN,
 )
 IPO = ObjectiveType(
@@ -33,7 +34,7 @@ IPO = ObjectiveType(
     keys=("preference_beta",),
     per_token=(ANSWER, REFERENCE),
     unit="squared nats/pair",
-    reads="pairs",
+    reads=PAIRS.name,
     shown=_SHOWN,
 )
 SIMPO = ObjectiveType(
@@ -43,7 +44,7 @@ SIMPO = ObjectiveType(
     keys=("preference_beta", "simpo_gamma"),
     per_token=(ANSWER,),
     unit="nats/pair",
-    reads="pairs",
+    reads=PAIRS.name,
     shown=_SHOWN,
 )
 ORPO = ObjectiveType(
@@ -53,7 +54,7 @@ ORPO = ObjectiveType(
     keys=("preference_beta",),
     per_token=(ANSWER,),
     unit="nats/pair",
-    reads="pairs",
+    reads=PAIRS.name,
     shown=_SHOWN,
 )
 KTO = ObjectiveType(
@@ -63,7 +64,7 @@ KTO = ObjectiveType(
     keys=("preference_beta", "desirable_weight", "undesirable_weight"),
     per_token=(ANSWER, REFERENCE, MISMATCH),
     unit="utility/answer",
-    reads="labelled answers",
+    reads=LABELLED_ANSWERS.name,
     prepares=True,
     shown=_SHOWN,
 )

@@ -2,11 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
-Reads = Literal["documents", "pairs", "labelled answers"]
-"""What an objective reads of a record: a text or a conversation, two answers to a prompt of which one is better, or an
-answer to a prompt that is good or bad."""
+from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS, RecordKind
 
 
 @dataclass(frozen=True)
@@ -26,14 +23,19 @@ class ObjectiveType:
     """The values that batches carry for it beside targets: one fp32 number for each token."""
     unit: str = "nats/token"
     """Unit of the loss."""
-    reads: Reads = "documents"
-    """What it reads of a record."""
+    reads: str = DOCUMENTS.name
+    """The name of the kind of records that it reads (``records.py``)."""
     prepares: bool = False
     """Whether it measures other rows before each step, as many and as long: a forward that keeps nothing. What is built
     is then a ``PreparingObjective``."""
 
     shown: Mapping[str, str] = field(default_factory=dict, hash=False)
     """How the console shows some of what it measures, by name: texts such as ``"margin {:.4f}"``."""
+
+    @property
+    def records(self) -> RecordKind:
+        """The kind of records that it reads."""
+        return RECORD_KINDS.named(self.reads)
 
     @property
     def unit_in_words(self) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.datasets import Datasets, validation_batches
-from llama_core.data.packing import PackedPairs
+from llama_core.data.records.pairs import PackedPairs
 from llama_core.errors import DataError, RunDirectoryError
 from llama_core.models.batch import Batch
 from llama_core.objectives.preferences import has_reference

@@ -440,7 +440,7 @@ def _rewards_panel(contents: RunContents) -> Panel | None:
 def _has_labels(contents: RunContents) -> bool:
     """Return whether the run trains on answers with labels, as far as its configuration is known."""
     objective = OBJECTIVES.find(str(contents.setting("training", "objective")))
-    return objective is not None and objective.reads == "labelled answers"
+    return objective is not None and objective.records.has_labels
 
 
 def _has_reference(steps: pd.DataFrame) -> bool:

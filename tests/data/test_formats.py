@@ -13,9 +13,10 @@ from pyarrow import feather
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
-from llama_core.data import check, formats
+from llama_core.data import check
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
+from llama_core.data.records import documents as formats
 from llama_core.errors import ConfigError, DataError
 
 TEXTS = [f"text number {n}, with é and 漢\nand a second line" for n in range(40)]

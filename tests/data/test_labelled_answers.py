@@ -8,7 +8,7 @@ from test_pairs import NUMBERS, SPEC, _bare, answered, asked, chosen, load, reje
 from llama_core.config.run import DataConfig
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets, validation_batches
-from llama_core.data.packing import PackedLabelledAnswers
+from llama_core.data.records.labelled_answers import PackedLabelledAnswers
 from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 from llama_core.models.batch import IGNORE_INDEX

@@ -16,7 +16,7 @@ from llama_core.data.chat import ChatFormat
 from llama_core.data.chat_template import ChatTemplate
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
-from llama_core.data.pairs import Pair
+from llama_core.data.records.pairs import Pair
 from llama_core.data.tokenizer import ByteTokenizer, TemplateSource
 
 SPEC = replace(model_spec("tiny_llama3_50m"), vocab_size=300)

@@ -13,7 +13,7 @@ from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig, RunConfig
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets, validation_batches
-from llama_core.data.packing import PackedPairs
+from llama_core.data.records.pairs import PackedPairs
 from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX
