@@ -17,6 +17,7 @@ from llama_core.config.run import TrainingConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.models.objective import PreparingObjective
+from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.measured import measured_totals
 from llama_core.planning.plan import ParallelPlan
@@ -219,7 +220,9 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
     held_out_rewards = measured_totals(engine.model, plan)
     of_pairs = {}
     if rewards is not None:
-        answers = engine.log_probabilities_of_answers(held_out_microbatches(plan, documents))
+        answers = engine.measure_rows(
+            answer_log_probabilities, answers_of_row(SEQ_LEN), held_out_microbatches(plan, documents)
+        )
         of_pairs = {
             "rewards": {"": rewards.numpy()},
             "held-out rewards": {"": held_out_rewards.numpy()},

@@ -104,7 +104,7 @@ class Steps:
 
     def _batch(self, positions_BS: torch.Tensor) -> Batch:
         tokens_BS = torch.randint(0, self.config.spec.vocab_size, positions_BS.shape)
-        values = ones_per_token(tokens_BS, self.config.objective.per_token)
+        values = ones_per_token(tokens_BS, self.config.objective.values_per_token)
         documents = None if self.documents == "none" else positions_BS
         batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), documents, per_token=values)
         return (batch.with_documents() if self.documents == "varlen" else batch).to(self.bench.device)

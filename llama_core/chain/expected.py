@@ -8,7 +8,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
-from llama_core.objectives.preferences import has_reference, num_references
+from llama_core.planning.before import forwards_before_run, forwards_before_step
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import (
     forward_flops_per_token,
@@ -54,12 +54,13 @@ def expected_time(run: RunDirectory) -> str:
 
 def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
     """Return the tokens over which the run is still to compute its reference; 0 if its data are not known yet."""
-    if not has_reference(config.objective) or newest_step(run) or not run.data.exists():
+    num_forwards = forwards_before_run(config.objective)
+    if not num_forwards or newest_step(run) or not run.data.exists():
         return 0
     with intact(run.data):
         data = read_json(run.data)
         num_tokens = int(data["num_sequences"]) * config.seq_len + int(data["num_validation_tokens"])
-        return num_references(config.objective) * num_tokens
+        return num_forwards * num_tokens
 
 
 def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None, reference_tokens: float = 0) -> str:
@@ -185,8 +186,7 @@ def _step_seconds(config: RunConfig, plan: ParallelPlan, flops_per_second: float
 
 def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:
     per_token = hardware_flops_per_token(config.spec, config.seq_len, plan.recompute)
-    if config.objective.prepares:
-        per_token += forward_flops_per_token(config.spec, config.seq_len)
+    per_token += forwards_before_step(config.objective) * forward_flops_per_token(config.spec, config.seq_len)
     return plan.batch_size * config.seq_len * per_token
 
 

@@ -12,7 +12,7 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
-from llama_core.objectives.preferences import has_reference, num_references
+from llama_core.planning.before import forwards_before_run
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.verdict import MemoryEstimate
@@ -87,11 +87,12 @@ class PlannedRun:
         Args:
             data: the check of the data.
         """
-        if not has_reference(self.config.objective):
+        num_forwards = forwards_before_run(self.config.objective)
+        if not num_forwards:
             return 0
         if data is None or data.num_tokens is None or data.num_held_out_tokens is None:
             return None
-        return num_references(self.config.objective) * (data.num_tokens + data.num_held_out_tokens)
+        return num_forwards * (data.num_tokens + data.num_held_out_tokens)
 
     def length(self, tokens: float | None = None, data: DataCheck | None = None) -> tuple[float | None, str]:
         """Return the tokens of the run (None if unknown) and where their number comes from; see ``cost``."""

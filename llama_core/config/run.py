@@ -392,7 +392,7 @@ class RunConfig(Section):
     @property
     def objective(self) -> ObjectiveType:
         """What the model is trained for, with its traits."""
-        return OBJECTIVES.named(self.training.objective)
+        return OBJECTIVES.named(self.training.objective).with_settings(self.training)
 
     @property
     def checkpoint_bytes(self) -> int:

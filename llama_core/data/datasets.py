@@ -15,7 +15,6 @@ from llama_core.config.stages import Stage, part_name, rows_before
 from llama_core.data.corpus import OnProgress
 from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedConversations, PackedDataset, pack
-from llama_core.data.records.pairs import PackedPairs
 from llama_core.data.selection import Selection, Split, everything, hold_out_known, hold_out_lowest
 from llama_core.data.statistics import DataStatistics, data_statistics
 from llama_core.data.tokenising import TokenisedSource, tokenised
@@ -23,7 +22,6 @@ from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.objectives.next_token import NEXT_TOKEN
-from llama_core.objectives.preferences import has_reference, num_references
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.records.data_changes import DataChange
 
@@ -265,8 +263,7 @@ def load_datasets(
 
     def in_rows(chosen: Selection, length: int) -> PackedDataset:
         rows = pack(chosen, length, document_mask=data.document_mask, reads=objective.reads)
-        if isinstance(rows, PackedPairs) and has_reference(objective):
-            rows.set_references(np.zeros((rows.num_pairs, 2), np.float32))
+        rows.expect_references(objective)
         return rows
 
     def packed(selections: Mapping[str, Selection]) -> dict[str, PackedDataset]:
@@ -302,10 +299,10 @@ def load_datasets(
         num_sequences=num_sequences,
         tokenizer=tokenizer,
     )
-    if has_reference(objective):
+    if objective.reference is not None:
         num_rows = sum(len(rows) for rows in (*in_all_lengths.values(), *validation.values()))
-        num_rows *= num_references(objective)
-        note = f"before the first step, the reference takes a forward over {num_rows:,} sequences"
+        num_rows *= objective.reference.num_forwards
+        note = f"before the first step, the {objective.reference.name} takes a forward over {num_rows:,} sequences"
         statistics = replace(statistics, notes=(*statistics.notes, note))
     about = import_module(objective.records.built_in).about(list(train.values()))
     statistics = replace(statistics, notes=(*statistics.notes, *about))

@@ -3,6 +3,7 @@
 import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from llama_core.data.selection import Part, Selection
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS
+from llama_core.objectives.traits import ObjectiveType
 
 _SAMPLED_ROWS = 1024
 """Rows by which properties of all rows are judged."""
@@ -43,6 +45,8 @@ class PackedDataset:
     def __init__(self, selection: Selection, seq_len: int, *, document_mask: bool = True) -> None:
         self.per_token: tuple[str, ...] = ()
         """Names of the values, beside targets and positions, that a row has for each token."""
+        self._reference_sizes: list[int] = []
+        self._references: npt.NDArray[np.float32] | None = None
         self.selection = selection
         self.seq_len = seq_len
         self.document_mask = document_mask
@@ -68,6 +72,47 @@ class PackedDataset:
         """Tokens that count in the loss: all but the first of each document."""
         return self.num_tokens - self.num_documents
 
+    @property
+    def reference_shape(self) -> tuple[int, int]:
+        """How many entries ``set_references`` takes, and how many numbers are in each: one for a row of tokens."""
+        return len(self), self.seq_len * sum(self._reference_sizes)
+
+    def expect_references(self, objective: ObjectiveType) -> None:
+        """Let every row have the values that a forward before the run makes of it; they are 0 until it has."""
+        if objective.reference is not None:
+            names = objective.reference.values
+            self.per_token = (*self.per_token, *names)
+            self._reference_sizes = [objective.values_per_token[name] for name in names]
+
+    def references_in(self, measured: npt.NDArray[np.float32], index: int) -> npt.NDArray[np.float32]:
+        """Return the entries of a row that ``set_references`` takes, [entries, numbers].
+
+        Args:
+            measured: what was measured of the row, by each forward over it: [values, forwards].
+            index: the row.
+        """
+        return measured.reshape(1, -1)
+
+    def set_references(self, references: npt.NDArray[np.float32]) -> None:
+        """Give every row the values that a forward before the run has made of it.
+
+        Args:
+            references: the entries of all rows in their order, of ``reference_shape``.
+        """
+        if references.shape != self.reference_shape:
+            raise ValueError(f"{references.shape} are not the values of {self.reference_shape}")
+        self._references = references
+
+    def _references_of(self, index: int) -> Iterator[npt.NDArray[Any]]:
+        """Yield the values of a row that come of a forward before the run, [seq_len] or [seq_len, numbers] each."""
+        sizes = self._reference_sizes
+        values = np.zeros((self.seq_len, sum(sizes)), np.float32)
+        if self._references is not None:
+            values = np.array(self._references[index]).reshape(values.shape)
+        ends = np.cumsum(sizes)
+        for size, end in zip(sizes, ends, strict=True):
+            yield values[:, end - 1] if size == 1 else values[:, end - size : end]
+
     @cached_property
     def digest(self) -> str:
         """16 hex digits that two datasets share exactly when they hold the same rows in the same order."""
@@ -88,7 +133,7 @@ class PackedDataset:
         return int(self._row_ends[-1]) if len(self._row_ends) else 0
 
     def row(self, index: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return tokens, targets and positions of a row, each int64 [seq_len].
+        """Return tokens, targets and positions of a row, each int64 [seq_len], and the values of ``per_token`` in fp32.
 
         A target is the next token, or -100 if that belongs to another document or is padding. Positions count from 0
         at the start of the row and at each document's first token.
@@ -105,7 +150,8 @@ class PackedDataset:
         segment_starts = np.zeros(self.seq_len, np.int64)
         inside = firsts[firsts < self.seq_len]
         segment_starts[inside] = inside
-        return tokens, targets, np.arange(self.seq_len) - np.maximum.accumulate(segment_starts)
+        positions = np.arange(self.seq_len) - np.maximum.accumulate(segment_starts)
+        return tokens, targets, positions, *self._references_of(index)
 
     def _place(self, index: int) -> tuple[Part, int]:
         """Return the documents of the shard that holds a row, and the token of theirs at which the row begins."""
@@ -196,7 +242,7 @@ class PackedConversations(PackedDataset):
         return len(self._first_of_row) - 1
 
     def row(self, index: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return tokens, targets and positions of a row, each int64 [seq_len].
+        """Return tokens, targets and positions of a row, each int64 [seq_len], and the values of ``per_token`` in fp32.
 
         A target is the next token if that counts in the loss, else -100. Positions count from 0 at the first token of
         each document and of the padding.
@@ -221,7 +267,7 @@ class PackedConversations(PackedDataset):
             targets[here] = counted
             place += length
             positions[place:] = np.arange(self.seq_len - place)
-        return tokens, targets, positions
+        return tokens, targets, positions, *self._references_of(index)
 
 
 def packed_documents(selection: Selection) -> type[PackedDataset]:

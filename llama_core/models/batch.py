@@ -1,6 +1,6 @@
 """Batches of tokens. Importing this module needs no torch, so that data can be inspected without it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 """The target of a token that does not count in the loss."""
+PLACE = "place"
+"""A value of each token: its place in its row, while rows are measured before the run."""
 
 
 class Documents(NamedTuple):
@@ -48,7 +50,7 @@ class Batch:
     documents: Documents | None = None
     """The same documents for kernels that take them instead of a mask; None if a mask is used."""
     per_token: "Mapping[str, Tensor]" = field(default_factory=dict)
-    """What the objective reads beside targets, by name: one fp32 number for each token, [B, S]."""
+    """What the objective reads beside targets, by name: one fp32 number for each token, [B, S], or some, [B, S, N]."""
     before: "Batch | None" = None
     """Other rows, which a ``PreparingObjective`` measures before it trains on these: as many, and as long."""
 
@@ -109,7 +111,7 @@ class Batch:
         return replace(self, documents=documents)
 
     def each_token(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
-        """Return the batch with ``function`` applied to its tensors [B, S].
+        """Return the batch with ``function`` applied to its tensors [B, S], and [B, S, N] if a value is of N numbers.
 
         The documents stay those of whole rows, and the rows before it stay as they are.
         """
@@ -131,8 +133,21 @@ class Batch:
         return replace(self.each_token(lambda tensor: tensor[rows]), documents=None, before=before)
 
 
-def ones_per_token(tokens_BS: "Tensor", names: "Iterable[str]") -> "dict[str, Tensor]":
-    """Return a 1 for each token under each name, for a batch that only has the sizes of those to come."""
+def with_places(batch: Batch) -> Batch:
+    """Return the batch with each token's place in its row, under ``PLACE``."""
     import torch
 
-    return {name: torch.ones_like(tokens_BS, dtype=torch.float32) for name in names}
+    places_S = torch.arange(batch.tokens_BS.shape[1], dtype=torch.float32, device=batch.tokens_BS.device)
+    return replace(batch, per_token={**batch.per_token, PLACE: places_S.expand_as(batch.tokens_BS)})
+
+
+def ones_per_token(tokens_BS: "Tensor", sizes: "Mapping[str, int]") -> "dict[str, Tensor]":
+    """Return ones for each token under each name, as many as it has numbers: a batch of the sizes of those to come."""
+    return {name: _ones(tokens_BS, size) for name, size in sizes.items()}
+
+
+def _ones(tokens_BS: "Tensor", size: int) -> "Tensor":
+    import torch
+
+    shape = tokens_BS.shape if size == 1 else (*tokens_BS.shape, size)
+    return torch.ones(shape, dtype=torch.float32, device=tokens_BS.device)

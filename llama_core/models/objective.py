@@ -47,6 +47,21 @@ class PreparingObjective(Objective, Protocol):
         """Take the sums over all rows of all ranks, fp64 [num_prepared]. It must not wait for the device."""
 
 
+@runtime_checkable
+class ReferringObjective(Objective, Protocol):
+    """An objective that reads what a forward over all rows before the run has made of them (``Reference``)."""
+
+    def num_referred(self, seq_len: int) -> int:
+        """Return how many values of a row of ``seq_len`` tokens the forward measures."""
+
+    def of_reference(self, head: HeadInputs, batch: Batch) -> Tensor:
+        """Return them for each row, [B, num_referred]; ranks that cut rows return their parts of a sum.
+
+        A token's place in its row, which ranks may have cut, is the value ``PLACE`` of the batch. What a data set keeps
+        of them is for its ``references_in`` to say.
+        """
+
+
 def build_objective(training: TrainingConfig) -> Objective:
     """Return the objective that ``training`` names."""
     objective: Objective = import_module(OBJECTIVES.named(training.objective).built_in).build(training)

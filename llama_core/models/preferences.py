@@ -21,7 +21,7 @@ from llama_core.config.settings import TrainingConfig
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.models.head import HeadInputs
 from llama_core.models.loss import linear_cross_entropies
-from llama_core.objectives.preferences import ANSWER, DPO, IPO, ORPO, REFERENCE, SIMPO, has_reference
+from llama_core.objectives.preferences import ANSWER, DPO, IPO, ORPO, REFERENCE, SIMPO
 from llama_core.objectives.traits import ObjectiveType
 
 MOST_PROBABLE = -1e-6
@@ -75,11 +75,19 @@ class PreferenceObjective:
     def names(self) -> tuple[str, ...]:
         """What it records: of rewards, and with a reference also of the divergence from it."""
         of_rewards = ("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy")
-        return (*of_rewards, "kl") if has_reference(self.kind) else of_rewards
+        return (*of_rewards, "kl") if REFERENCE in self.kind.per_token else of_rewards
 
     def __init__(self, beta: float) -> None:
         self.beta = beta
         self._measured: Tensor | None = None
+
+    def num_referred(self, seq_len: int) -> int:
+        """Return how many numbers of answers a row has."""
+        return answers_of_row(seq_len)
+
+    def of_reference(self, head: HeadInputs, batch: Batch) -> Tensor:
+        """Return the log-probability of each answer of each row, [B, A], in nats."""
+        return answer_log_probabilities(head, batch)
 
     def of_pairs(self, answers: Answers) -> Outcome:
         """Return losses and rewards."""
@@ -146,7 +154,7 @@ class PreferenceObjective:
             "reward_margin": (chosen - rejected) / num_pairs,
             "reward_accuracy": num_right / num_pairs,
         }
-        if has_reference(self.kind):
+        if REFERENCE in self.kind.per_token:
             fields["kl"] = gains / (2 * num_pairs)
         return fields
 

@@ -1,7 +1,7 @@
 """Preferences: which of two answers to a prompt is better, or whether an answer is good."""
 
 from llama_core.objectives.records import LABELLED_ANSWERS, PAIRS
-from llama_core.objectives.traits import ObjectiveType
+from llama_core.objectives.traits import ObjectiveType, Reference
 
 ANSWER = "answer"
 """The value of each token that says which answer it belongs to: the answers of a row count from 1, and 0 is none. The
@@ -23,6 +23,7 @@ DPO = ObjectiveType(
     program=_PROGRAM,
     keys=("preference_beta", "label_smoothing"),
     per_token=(ANSWER, REFERENCE),
+    reference=Reference((REFERENCE,)),
     unit="nats/pair",
     reads=PAIRS.name,
     shown=_SHOWN,
@@ -33,6 +34,7 @@ IPO = ObjectiveType(
     program=_PROGRAM,
     keys=("preference_beta",),
     per_token=(ANSWER, REFERENCE),
+    reference=Reference((REFERENCE,)),
     unit="squared nats/pair",
     reads=PAIRS.name,
     shown=_SHOWN,
@@ -63,18 +65,9 @@ KTO = ObjectiveType(
     program=_PROGRAM,
     keys=("preference_beta", "desirable_weight", "undesirable_weight"),
     per_token=(ANSWER, REFERENCE, MISMATCH),
+    reference=Reference((REFERENCE, MISMATCH), num_forwards=2),
     unit="utility/answer",
     reads=LABELLED_ANSWERS.name,
     prepares=True,
     shown=_SHOWN,
 )
-
-
-def has_reference(objective: ObjectiveType) -> bool:
-    """Return whether an objective compares answers with what the weights that a run begins with make of them."""
-    return num_references(objective) > 0
-
-
-def num_references(objective: ObjectiveType) -> int:
-    """Return how many log-probabilities under the reference it compares those of an answer with: forwards over it."""
-    return len({REFERENCE, MISMATCH}.intersection(objective.per_token))

@@ -16,7 +16,6 @@ from llama_core.models.layers import use_all_scores
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.models.objective import Objective
-from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.context import apply_context_parallel, shard_batch
 from llama_core.parallel.expert import divide_experts
@@ -210,15 +209,6 @@ class ParallelModel:
         losses_R = self._over_all_rows(losses_R) / copies
         counts_R = self._over_all_rows(counts_R) // (copies * self.plan.pp)
         return HeldOutRows.of(losses_R.tolist(), counts_R.tolist())
-
-    def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
-
-        Args:
-            microbatches: this rank's share; every rank has as many rows, and all have one length.
-        """
-        num_answers = answers_of_row(microbatches[0].tokens_BS.shape[1])
-        return self.measure_rows(answer_log_probabilities, num_answers, microbatches)
 
     @torch.no_grad()
     def measure_rows(

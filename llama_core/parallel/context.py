@@ -68,11 +68,17 @@ def shard_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:
         PlanError: if rows cannot be cut into 2 * ``cp_size`` equal chunks.
     """
     if batch.documents is None:
-        return batch.each_token(partial(shard_sequence, cp_rank=cp_rank, cp_size=cp_size))
+        # the sequence is the last dim but for values of several numbers
+        return batch.each_token(lambda x: shard_sequence(x.movedim(1, -1), cp_rank, cp_size).movedim(-1, 1))
     num_rows, row_length = batch.tokens_BS.shape
     chunks = DocumentChunks(batch.documents.starts, num_rows, row_length, 2 * cp_size)
     held_BS = shard_sequence(chunks.order, cp_rank, cp_size)
-    return batch.each_token(lambda x_BL: x_BL.gather(1, held_BS))
+    return batch.each_token(lambda x: _taken(x, held_BS))
+
+
+def _taken(x: Tensor, places_BS: Tensor) -> Tensor:
+    """Return the tokens in some places of each row of ``x``, [B, L] or [B, L, N]."""
+    return torch.take_along_dim(x, places_BS.view(*places_BS.shape, *[1] * (x.ndim - 2)), dim=1)
 
 
 def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:

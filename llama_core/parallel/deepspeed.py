@@ -45,7 +45,6 @@ from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Block, use_all_scores
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.objective import Objective
-from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.gradients import Update
@@ -265,15 +264,6 @@ class DeepSpeedModel:
         self.engine.empty_partition_cache()  # drop weights gathered for a backward
         counts_R = torch.stack([self.model.objective.count(row) for batch in microbatches for row in batch.split(1)])
         return HeldOutRows.of(self._over_all_rows(losses_R).tolist(), self._over_all_rows(counts_R).tolist())
-
-    def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
-
-        Args:
-            microbatches: this rank's share; every rank has as many rows, and all have one length.
-        """
-        num_answers = answers_of_row(microbatches[0].tokens_BS.shape[1])
-        return self.measure_rows(answer_log_probabilities, num_answers, microbatches)
 
     @torch.no_grad()
     def measure_rows(

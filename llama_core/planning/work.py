@@ -13,6 +13,7 @@ from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.optimizers.traits import OptimizerType
+from llama_core.planning.before import forwards_before_step
 from llama_core.planning.fully_shard import Unit, units_of
 from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
 from llama_core.planning.program.ends import embedding_passes, final_norm_passes, head_passes
@@ -148,6 +149,7 @@ class Work:
             uses_fully_shard=plan.uses_fully_shard,
             keeps_cast_weights=plan.keeps_cast_weights,
             splits_backward=plan.splits_backward,
+            values_per_token=sum(self.objective.values_per_token.values()),
         )
 
     @cached_property
@@ -243,17 +245,16 @@ class Work:
     def batch_bytes(self) -> int:
         """Bytes of the step's tokens, their targets, with documents their positions, and what the objective reads.
 
-        An objective that prepares has as many other rows, of which other ranks' columns are not kept.
+        Of rows that are measured before the step, other ranks' columns are not kept.
         """
         plan = self.plan
         rows = plan.microbatch_size * plan.num_microbatches
         columns = self.seq_len
         if plan.cp > 1:  # this rank's columns, and the rows that all ranks of the sequence get
             columns += self.seq_len // plan.cp
-        if self.objective.prepares:
-            columns += self.seq_len
+        columns += forwards_before_step(self.objective) * self.seq_len
         num_int64 = 2 if self.documents == "none" else 3
-        return (num_int64 * INT64_BYTES + len(self.objective.per_token) * FP32_BYTES) * rows * columns
+        return (num_int64 * INT64_BYTES + self.setting.values_per_token * FP32_BYTES) * rows * columns
 
     @property
     def shared_bytes(self) -> int:

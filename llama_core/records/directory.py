@@ -203,7 +203,7 @@ class RunDirectory:
 
     @property
     def reference_values(self) -> Path:
-        """Log-probabilities of all answers under the reference, in nats: float32, source after source, [pairs, 2]."""
+        """What the reference makes of all rows: float32, source after source, as ``ReferenceRecord.shapes`` says."""
         return self.path / "reference.bin"
 
     @property

@@ -35,6 +35,7 @@ from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.ranks import most_over_devices
 from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import replaced
 from llama_core.rehearsal.call_order import (
     Call,
@@ -210,10 +211,12 @@ def _batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     rows = plan.rows_per_forward
     seq_len = 4 * plan.cp * plan.tp
     tokens = torch.zeros((rows, seq_len), dtype=torch.int64)
-    batch = Batch(tokens, torch.zeros_like(tokens), None, per_token=ones_per_token(tokens, config.objective.per_token))
+    batch = Batch(
+        tokens, torch.zeros_like(tokens), None, per_token=ones_per_token(tokens, config.objective.values_per_token)
+    )
     if plan.cp > 1 and document_attention(config, plan) == "varlen":
         batch = batch.with_positions().with_documents()
-    return replace(batch, before=batch) if config.objective.prepares else batch
+    return with_rows_before(batch, config.objective)
 
 
 @contextmanager

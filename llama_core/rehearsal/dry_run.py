@@ -14,6 +14,7 @@ from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.makespan import span
 from llama_core.planning.transfers import Traffic
 from llama_core.planning.work import Stage, Work
+from llama_core.rehearsal.before import whole_step
 from llama_core.rehearsal.compose import ComposedStep, Hosting, Recording, Step, compose, renamed_layers, steps
 from llama_core.rehearsal.device_overhead import DeviceOverhead, device_overhead
 from llama_core.rehearsal.trace import trace_rank
@@ -199,11 +200,7 @@ class _Rehearsal:
         """Return the result of a rank."""
         pp_rank = self.plan.coordinate(rank, "pp")
         profile = step.profile
-        flops = step.flops
-        transfers = step.transfers
-        if self.work.objective.prepares:  # what a forward sends and computes is the same without a gradient
-            flops += step.forward_flops
-            transfers = transfers + step.forward_transfers
+        flops, transfers = whole_step(step, self.work.objective)
         return RankResult(
             rank=rank,
             pp_rank=pp_rank,

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,7 @@ from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
 from llama_core.planning.memory.profile import Category, Phase
 from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
 from llama_core.rehearsal.compose import Change, Closing, Hosting, Recording, Step, covering_actions, steps
 from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage, state_of
@@ -325,17 +326,12 @@ def _without_torchs_advice() -> Iterator[None]:
 
 
 def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
-    rows = _fake_rows(config, plan)
-    return replace(rows, before=_fake_rows(config, plan)) if config.objective.prepares else rows
-
-
-def _fake_rows(config: RunConfig, plan: ParallelPlan) -> Batch:
     rows = plan.rows_per_forward
     tokens = torch.zeros((rows, config.seq_len), dtype=torch.int64)
     kind = document_attention(config, plan)
     positions = None if kind == "none" else torch.zeros_like(tokens)
     # one document per row: the number of documents hardly changes the memory
     documents = Documents(torch.zeros(rows + 1, dtype=torch.int32), config.seq_len) if kind == "varlen" else None
-    return Batch(
-        tokens, torch.zeros_like(tokens), positions, documents, ones_per_token(tokens, config.objective.per_token)
-    )
+    values = ones_per_token(tokens, config.objective.values_per_token)
+    batch = Batch(tokens, torch.zeros_like(tokens), positions, documents, values)
+    return with_rows_before(batch, config.objective)

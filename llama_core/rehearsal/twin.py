@@ -205,7 +205,7 @@ def _own_microbatches(config: RunConfig, plan: ParallelPlan, step: int) -> list[
     index = torch.arange(config.seq_len)
     positions = index - (starts * index).cummax(1).values
     own_positions = positions if config.data.document_mask else None
-    batch = Batch(tokens, targets, own_positions, per_token=ones_per_token(tokens, config.objective.per_token))
+    batch = Batch(tokens, targets, own_positions, per_token=ones_per_token(tokens, config.objective.values_per_token))
     rank = plan.dp_rank(dist.get_rank()) if dist.is_initialized() else 0
     own = batch.split(plan.batch_size // plan.dp)[rank]
     return own.split(plan.rows_per_forward)

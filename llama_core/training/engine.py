@@ -20,6 +20,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, PlanError
 from llama_core.models import nf4
 from llama_core.models.batch import Batch
+from llama_core.models.head import HeadInputs
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama, packed_modules
 from llama_core.models.objective import build_objective
@@ -83,10 +84,12 @@ class Engine(Protocol):
         Every rank has as many rows.
         """
 
-    def log_probabilities_of_answers(self, microbatches: Sequence[Batch]) -> Tensor:
-        """Return the log-probability of every answer in every row of all ranks, in turns: [rows, A], in nats.
+    def measure_rows(
+        self, measure: Callable[[HeadInputs, Batch], Tensor], num_values: int, microbatches: Sequence[Batch]
+    ) -> Tensor:
+        """Return what ``measure`` makes of every row of all ranks, in turns: [rows, num_values], without gradients.
 
-        Every rank has as many rows, all of one length. Answer n of a row is in column n; column 0 is of no answer.
+        Every rank has as many rows, all of one length. Where ranks cut rows, what they return is added up.
         """
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
@@ -178,7 +181,7 @@ class NativeEngine:
         self.initialize_weights = parallel.initialize_weights
         self.forward_backward = parallel.forward_backward
         self.evaluate = parallel.evaluate
-        self.log_probabilities_of_answers = parallel.log_probabilities_of_answers
+        self.measure_rows = parallel.measure_rows
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
         """Call ``fill`` on the rank's model to set its parameters."""

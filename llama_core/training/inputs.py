@@ -50,7 +50,7 @@ class StepInputs:
     @property
     def prepares(self) -> bool:
         """Whether the objective has a forward over other rows before each step."""
-        return self._config.objective.prepares
+        return isinstance(self._objective, PreparingObjective)
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """Split a batch into the rows of each forward, in host memory.
@@ -83,7 +83,9 @@ class StepInputs:
         for seq_len in config.seq_lens:
             tokens_BS = torch.zeros((self._rows_per_forward(seq_len), seq_len), dtype=torch.int64)
             targets_BS = torch.full_like(tokens_BS, IGNORE_INDEX)
-            rows = Batch(tokens_BS, targets_BS, None, per_token=ones_per_token(tokens_BS, config.objective.per_token))
+            rows = Batch(
+                tokens_BS, targets_BS, None, per_token=ones_per_token(tokens_BS, config.objective.values_per_token)
+            )
             if config.data.document_mask or self._has_window:
                 rows = rows.with_positions()
             yield (rows.with_documents() if self._takes_documents else rows).to(self._device)

@@ -1,96 +1,109 @@
-"""The reference of an objective of preferences: the log-probability of every answer under the weights of the beginning.
+"""The reference of an objective: what other weights make of every row, such as those that the run begins with.
 
-They are computed once, before the first step, by the ranks and under the plan that train, and kept in the run's
-directory, since a run that goes on no longer has these weights. Adapters begin as zero, so that a run with new ones has
-the model below them as its reference; a run that begins with adapters of another has the model with those.
+It is computed once, before the first step, by the ranks and under the plan that train, and kept in the run's directory,
+since a run that goes on may no longer have these weights. Adapters begin as zero, so that a run with new ones has the
+model below them as its reference; a run that begins with adapters of another has the model with those.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.datasets import Datasets, validation_batches
-from llama_core.data.records.pairs import PackedPairs
+from llama_core.data.packing import PackedDataset
 from llama_core.errors import DataError, RunDirectoryError
 from llama_core.models.batch import Batch
-from llama_core.objectives.preferences import has_reference
-from llama_core.objectives.traits import ObjectiveType
-from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, wait_for_all
+from llama_core.objectives.traits import ObjectiveType, Reference
+from llama_core.parallel.ranks import first_complaint, is_first_rank, own_rank, wait_for_all
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.records.references import read_reference, write_reference
+from llama_core.records.references import mapped_reference, read_reference, writing_reference
 from llama_core.units import format_duration
 
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[Batch], npt.NDArray[np.float32]]
-"""Returns the log-probabilities of the answers in rows of a batch of every rank, after their own prompts and, for an
-objective of mismatches, after others: of the rows of all ranks, in turns, [rows, A, 1 or 2]. Answer 0 is none."""
+"""Returns what the reference makes of the rows of a batch of every rank, by each of its forwards: of the rows of all
+ranks, in turns, [rows, values, forwards]."""
+
+
+def _forget(content: bytes) -> None:
+    """Do nothing with values that another rank keeps."""
 
 
 class References:
     """The rows of a run that need a reference.
 
     Args:
-        run: where the log-probabilities are kept.
-        weights: the weights that the run begins with, for its record.
+        run: where its values are kept.
+        weights: the weights of the reference, for its record.
+        reference: the trait of the objective.
         rows: the rows of each source, trained on or held out.
     """
 
-    def __init__(self, run: RunDirectory, weights: str, rows: Mapping[str, PackedPairs]) -> None:
+    def __init__(
+        self, run: RunDirectory, weights: str, reference: Reference, rows: Mapping[str, PackedDataset]
+    ) -> None:
         self.run = run
         self.weights = weights
+        self.reference = reference
         self.rows = rows
 
     @classmethod
     def of(cls, run: RunDirectory, weights: str, objective: ObjectiveType, datasets: Datasets) -> "References | None":
         """Return the rows that need a reference; None if the objective reads none."""
-        if not has_reference(objective):
+        if objective.reference is None:
             return None
         trained = zip(datasets.train.names, datasets.train.sources, strict=True)
         every = [(f"train/{name}", rows) for name, rows in trained]
         every += [(f"held-out/{name}", rows) for name, rows in datasets.validation.items()]
-        return cls(run, weights, {name: rows for name, rows in every if isinstance(rows, PackedPairs)})
+        return cls(run, weights, objective.reference, dict(every))
 
     def compute(self, plan: ParallelPlan, measure: Measure) -> None:
-        """Compute the log-probabilities under the present weights, and keep them; all ranks call it together.
+        """Compute the values under the present weights, and keep them; all ranks call it together.
 
         Args:
             plan: how the rows are divided.
             measure: computes those of a rank's rows.
         """
         began = time.perf_counter()
-        values = {name: self._computed(rows, plan, measure) for name, rows in self.rows.items()}
-        if is_first_rank():
-            write_reference(
-                self.run,
-                b"".join(of_rows.tobytes() for of_rows in values.values()),
-                weights=self.weights,
-                rows={name: rows.digest for name, rows in self.rows.items()},
-                num_pairs={name: rows.num_pairs for name, rows in self.rows.items()},
-            )
+        with ExitStack() as stack:
+            keep: Callable[[bytes], None] = _forget
+            if is_first_rank():
+                writing = writing_reference(
+                    self.run,
+                    weights=self.weights,
+                    rows={name: rows.digest for name, rows in self.rows.items()},
+                    shapes=self._shapes,
+                )
+                keep = stack.enter_context(writing)
+            for rows in self.rows.values():
+                for entries in self._computed(rows, plan, measure):
+                    keep(entries.tobytes())
         wait_for_all()
-        self._give(values)
+        self._give()
         if is_first_rank():
-            num_pairs = sum(map(len, values.values()))
+            num_entries = sum(number for number, _ in self._shapes.values())
             seconds = time.perf_counter() - began
-            what = next((rows.unit for rows in self.rows.values()), "pairs")
-            logger.info("the reference of %s %s took %s", f"{num_pairs:,}", what, format_duration(seconds))
+            what = next((rows.unit for rows in self.rows.values()), "rows")
+            logger.info(
+                "the %s of %s %s took %s", self.reference.name, f"{num_entries:,}", what, format_duration(seconds)
+            )
 
     def read(self) -> None:
-        """Read the log-probabilities that the run has computed before its first step; all ranks call it together.
+        """Read the values that the run has computed before its first step; all ranks call it together.
 
         Raises:
-            DataError: on every rank, if they are missing, damaged, or of other pairs.
+            DataError: on every rank, if they are missing, damaged, or of other rows.
         """
-        values = None
         problem = ""
         if is_first_rank():
             try:
-                values = self._read()
+                self._check()
             except RunDirectoryError as error:
                 problem = str(error)
         if problem := first_complaint(problem):
@@ -98,37 +111,39 @@ class References:
                 f"{problem}; the reference is the model of step 0, which this run no longer has: restore the file and "
                 "the data, or start a new run"
             )
-        shared = from_first_rank(values)
-        assert shared is not None, "there was no problem"
-        self._give(shared)
+        self._give()
 
-    def _read(self) -> dict[str, npt.NDArray[np.float32]]:
-        record, content = read_reference(self.run)
-        other = [name for name, rows in self.rows.items() if record.rows.get(name) != rows.digest]
+    def _check(self) -> None:
+        """Refuse values that are damaged or of other rows."""
+        record = read_reference(self.run)
+        shapes = self._shapes
+        other = [
+            name
+            for name, rows in self.rows.items()
+            if record.rows.get(name) != rows.digest or tuple(record.shapes[name]) != shapes[name]
+        ]
         if other:
-            raise RunDirectoryError(f"{self.run.reference} is of other pairs than {', '.join(other)} has now")
-        ends = np.cumsum(list(record.num_pairs.values()))[:-1]
-        parts = np.split(np.frombuffer(content, np.float32).reshape(-1, 2), ends)
-        of_name = dict(zip(record.num_pairs, parts, strict=True))
-        return {name: of_name[name] for name in self.rows}
+            what = next(rows.unit for rows in self.rows.values())
+            raise RunDirectoryError(f"{self.run.reference} is of other {what} than {', '.join(other)} has now")
 
-    def _give(self, values: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        for name, rows in self.rows.items():
-            rows.set_references(values[name])
+    @property
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        return {name: rows.reference_shape for name, rows in self.rows.items()}
 
-    def _computed(self, rows: PackedPairs, plan: ParallelPlan, measure: Measure) -> npt.NDArray[np.float32]:
-        """Return the log-probabilities of the pairs or labelled answers of some rows, [pairs, 2]."""
-        values_N2 = np.empty((rows.num_pairs, 2), np.float32)
+    def _give(self) -> None:
+        for name, values in mapped_reference(self.run, self._shapes).items():
+            self.rows[name].set_references(values)
+
+    def _computed(self, rows: PackedDataset, plan: ParallelPlan, measure: Measure) -> Iterator[npt.NDArray[np.float32]]:
+        """Yield the entries of each row, [entries, numbers]."""
         index = 0
         for batch in self._batches(rows, plan):
             for of_row in measure(batch):
                 if index < len(rows):  # else it fills the last batch
-                    pairs = rows.pairs_of(index)
-                    values_N2[pairs.start : pairs.stop] = rows.references_in(of_row, index)
+                    yield rows.references_in(of_row, index)
                 index += 1
-        return values_N2
 
-    def _batches(self, rows: PackedPairs, plan: ParallelPlan) -> Iterator[Batch]:
+    def _batches(self, rows: PackedDataset, plan: ParallelPlan) -> Iterator[Batch]:
         """Yield this rank's rows, as many at a time as a step has: a pipeline is then as full as in a step."""
         return validation_batches(
             rows,

@@ -26,7 +26,7 @@ from llama_core.records.evaluations import Score, write_scores
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.metrics import read_metrics, write_metrics_part
-from llama_core.records.references import write_reference
+from llama_core.records.references import writing_reference
 from training_infra import cli
 
 ATTEMPT = {
@@ -325,7 +325,8 @@ def test_a_record_that_cannot_be_read_is_a_problem_that_names_it(run, name):
 
 def test_a_reference_whose_values_are_damaged_or_gone_is_a_problem(run):
     end(run, "cancelled")
-    write_reference(run, b"log-probabilities", weights="drawn", rows={"train/0": "a"}, num_pairs={"train/0": 3})
+    with writing_reference(run, weights="drawn", rows={"train/0": "a"}, shapes={"train/0": (3, 2)}) as append:
+        append(b"log-probabilities")
     assert problems(diagnose(run)) == []
     run.reference_values.write_bytes(b"Log-probabilities")
     assert problems(diagnose(run)) == [("record", f"{run.reference_values} is damaged")]

@@ -8,9 +8,7 @@ from faulty_run import PHASES, Fault, FaultyRun, Phase, where
 pytestmark = pytest.mark.xdist_group("references")
 
 IN_THE_PASS = {
-    "reference: between two batches": Phase(
-        "llama_core.parallel.apply", "ParallelModel.log_probabilities_of_answers", after=True
-    ),
+    "reference: between two batches": Phase("llama_core.parallel.apply", "ParallelModel.measure_rows", after=True),
     "reference: before its record": Phase(
         "llama_core.records.files", "write_json", argument="reference.json", ranks=(0,)
     ),

@@ -18,6 +18,7 @@ from parity import (
     DORA,
     NUM_STEPS,
     PRINCIPAL,
+    SEQ_LEN,
     TIED,
     TRAINING,
     UNTIED,
@@ -99,7 +100,8 @@ def trained(plan, spec, dtype, objective):
         evaluation = model.evaluate(held_out_microbatches(plan, objective=objective)).losses
         answers = None
         if isinstance(objective, PreferenceObjective):
-            answers = model.log_probabilities_of_answers(held_out_microbatches(plan)).numpy()
+            rows = held_out_microbatches(plan)
+            answers = model.measure_rows(objective.of_reference, objective.num_referred(SEQ_LEN), rows).numpy()
     return {
         "answers": answers,
         "losses": losses,

@@ -89,8 +89,13 @@ def test_the_reference_of_adapters_takes_no_more_memory_than_training(plan, kind
 
 def peak_of_reference(config, plan, rank):
     """The most bytes that a rank holds while it computes the reference of as many rows as a step has."""
-    counter, _ = counted(config, plan, rank, lambda model, rows: model.log_probabilities_of_answers(rows))
+    counter, _ = counted(config, plan, rank, refer)
     return max(peak.num_bytes for peak in counter.peaks.values())
+
+
+def refer(model, rows):
+    objective = model.model.objective
+    model.measure_rows(objective.of_reference, objective.num_referred(rows[0].tokens_BS.shape[1]), rows)
 
 
 def counted(config, plan, rank, forward):

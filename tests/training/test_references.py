@@ -18,6 +18,7 @@ from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError, StoppedError
 from llama_core.models.head import logits
 from llama_core.models.llama import measuring
+from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
@@ -130,7 +131,7 @@ def test_held_out_pairs_have_a_margin_and_an_accuracy_of_their_own(tmp_path, sou
     rows = trainer.reference.references.rows["held-out/"]
     (batch,) = validation_batches(rows, len(rows), 8)
     trainer.engine.model.eval()
-    of_answers = trainer.engine.log_probabilities_of_answers([batch])
+    of_answers = trainer.engine.measure_rows(answer_log_probabilities, answers_of_row(256), [batch])
     margins = []
     for row, place in (batch.per_token["answer"] < 0).nonzero().tolist():
         number = -int(batch.per_token["answer"][row, place])

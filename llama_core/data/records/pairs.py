@@ -38,6 +38,7 @@ from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.preferences import ANSWER, REFERENCE
 from llama_core.objectives.records import PAIRS as KIND
 from llama_core.objectives.records import RECORD_KINDS
+from llama_core.objectives.traits import ObjectiveType
 
 _QUESTIONS = ("prompt", "question", "instruction", "input")
 """What a pair of answers may call its prompt; the first that a record has counts, and an instruction with its input."""
@@ -283,7 +284,6 @@ class PackedPairs(PackedConversations):
         self._lengths_N2 = lengths_N2[kept][order]
         self._lengths = lengths[order]
         self._first_of_row = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
-        self._references_N2: npt.NDArray[np.float32] | None = None
 
     @staticmethod
     def _found(part: Part, seq_len: int) -> Pieces:
@@ -300,15 +300,23 @@ class PackedPairs(PackedConversations):
         """The share of the rows that are taken as a single document: none, as a pair is two."""
         return 0.0
 
+    @property
+    def reference_shape(self) -> tuple[int, int]:
+        """How many pairs there are, and two numbers of each."""
+        return self.num_pairs, 2
+
+    def expect_references(self, objective: ObjectiveType) -> None:
+        """Let every row have the log-probabilities of its answers under the reference; they are 0 until it has."""
+        if objective.reference is not None:
+            self.set_references(np.zeros(self.reference_shape, np.float32))
+
     def set_references(self, references_N2: npt.NDArray[np.float32]) -> None:
         """Give every row the log-probabilities of its answers under the reference.
 
         Args:
             references_N2: those of every pair in the order of the rows, in nats: [pairs, 2].
         """
-        if references_N2.shape != (self.num_pairs, 2):
-            raise ValueError(f"{references_N2.shape} are no log-probabilities of {self.num_pairs} pairs")
-        self._references_N2 = references_N2
+        super().set_references(np.array(references_N2))  # they are few
         self.per_token = (ANSWER, *self.referred)
 
     def references_in(self, log_probabilities_AV: npt.NDArray[np.float32], index: int) -> npt.NDArray[np.float32]:
@@ -353,8 +361,8 @@ class PackedPairs(PackedConversations):
                 answers[here] = np.where(is_ignored, 0, number)
                 first = place + int(np.argmin(is_ignored))
                 answers[first] = -number
-                if self._references_N2 is not None:
-                    references_VS[:, first] = self._referred_of(self._references_N2[pair], which)
+                if self._references is not None:
+                    references_VS[:, first] = self._referred_of(self._references[pair], which)
                 place += length
             place = max(place, fewest)
         positions[place:] = np.arange(self.seq_len - place)

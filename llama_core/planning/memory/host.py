@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from llama_core.config.run import RunConfig
 from llama_core.machine.toolchain import COMPILE_WORKERS
+from llama_core.planning.before import forwards_before_step
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
@@ -178,7 +179,7 @@ def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
     rows = -(-config.batch_size // plan.dp)
     step = TOKEN_BYTES * config.seq_len * rows
     read = 2 * step  # row by row, then stacked
-    others = 2 if config.objective.prepares else 1  # and the rows that are measured before
+    others = 1 + forwards_before_step(config.objective)  # and the rows that are measured before
     step *= others
     if on_cuda:
         blocks = others * 3 * -(-rows // plan.rows_per_forward)

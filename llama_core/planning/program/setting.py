@@ -30,6 +30,8 @@ class Setting(NamedTuple):
     uses_fully_shard: bool = False
     keeps_cast_weights: bool = False
     splits_backward: bool = False
+    values_per_token: int = 0
+    """Numbers that the objective reads of each token, beside its target."""
 
     @property
     def is_narrow(self) -> bool:

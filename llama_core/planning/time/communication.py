@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llama_core.optimizers.traits import Trained
+from llama_core.planning.before import forwards_before_step
 from llama_core.planning.fully_shard import Resharding, Unit
 from llama_core.planning.program.operations import FP32_BYTES, Program
 from llama_core.planning.program.passes import Passes
@@ -57,7 +58,7 @@ def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
     yield from messages.shared_gradients(pp_rank)
     yield from messages.update(pp_rank)
     yield messages.hop.times(sum(turn.is_sent for turn in turns))
-    if messages.work.objective.prepares:
+    for _ in range(forwards_before_step(messages.work.objective)):
         yield from _of_forwards(messages, pp_rank, turns)
 
 

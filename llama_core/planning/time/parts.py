@@ -12,6 +12,7 @@ from typing import Literal
 
 from llama_core.config.hardware import PCIE_BANDWIDTH, DeviceSpec
 from llama_core.config.run import RecomputeMode
+from llama_core.planning.before import forwards_before_step
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.communication import Messages
@@ -74,8 +75,9 @@ class StepParts:
         parts["dp"] += self._weights_per_step(passes)
         parts["pp"] = with_hops - makespan + self._on_slowest_rank(self.messages.shared_gradients)
         parts["optimizer"] = self._optimizer()
-        if self.work.objective.prepares:
-            parts["preparation"] = self.forwards()
+        num_forwards = forwards_before_step(self.work.objective)
+        if num_forwards:
+            parts["preparation"] = num_forwards * self.forwards()
         return parts
 
     def passes(self) -> list[Pass]:

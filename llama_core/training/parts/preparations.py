@@ -1,10 +1,13 @@
 """What is done once before the first step: compiling the blocks, and computing the reference of an objective."""
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from llama_core.models.batch import Batch
+from llama_core.models.batch import Batch, with_places
+from llama_core.models.objective import Objective, ReferringObjective
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import Engine, NativeEngine, evaluating
 from llama_core.training.inputs import StepInputs
@@ -56,10 +59,10 @@ class CompiledBlocks(LoopPart):
 
 
 class ReferenceModel(LoopPart):
-    """Gets the log-probabilities under the reference: the weights that the run begins with.
+    """Gets what the reference makes of all rows, where its weights are those that the run begins with.
 
     Args:
-        references: the rows that need them; None if the objective reads none.
+        references: the rows that need it; None if the objective reads none.
         plan: how the model is divided.
         progress: how far the run is.
         engine: this rank's part of the model.
@@ -88,7 +91,7 @@ class ReferenceModel(LoopPart):
         self._activity = activity
 
     def begin(self) -> None:
-        """Compute the log-probabilities, or read them again.
+        """Compute the values, or read them again.
 
         Raises:
             DataError: if a run that goes on has them no longer.
@@ -101,12 +104,17 @@ class ReferenceModel(LoopPart):
             return
         self._activity.tell("computing the log-probabilities under the reference")
         with evaluating(self._engine):
-            self.references.compute(self._plan, self._log_probabilities)
+            measure = partial(self._measured, self._engine.model.objective)
+            self.references.compute(self._plan, measure)
 
-    def _log_probabilities(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return those of all answers in the rows of all ranks, in turns, and in the rows before those."""
+    def _measured(self, objective: Objective, batch: Batch) -> npt.NDArray[np.float32]:
+        """Return the values of the rows of all ranks, in turns, and those of the rows before them."""
+        assert isinstance(objective, ReferringObjective), "its row has a reference"
         self._stop.stop_before("the reference was computed")
-        pieces = self._inputs.on_device(batch)
+        pieces = self._inputs.on_device(with_places(batch))
         before = [piece.before for piece in pieces if piece.before is not None]
-        values = [self._engine.log_probabilities_of_answers(rows) for rows in (pieces, before) if rows]
+        num_values = objective.num_referred(batch.tokens_BS.shape[1])
+        values = [
+            self._engine.measure_rows(objective.of_reference, num_values, rows) for rows in (pieces, before) if rows
+        ]
         return torch.stack(values, dim=-1).float().cpu().numpy()
