@@ -189,7 +189,8 @@ class _SumBothWays(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return all_reduce(own, "sum", group)
+        total: Tensor = all_reduce(own, "sum", group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
