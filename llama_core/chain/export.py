@@ -27,7 +27,6 @@ from llama_core.data.tokenizer import (
     Tokenizer,
     difference,
     load_tokenizer,
-    model_tokenizer,
     tokenizer_file,
 )
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
@@ -260,7 +259,9 @@ def _own_tokenizer(run: RunDirectory, config: RunConfig, tell: Callable[[str], N
         tell("no tokenizer: the run trained on a dataloader; add the tokenizer that made its tokens")
         return None
     try:
-        tokenizer = model_tokenizer(data, config.spec)
+        tokenizer = load_tokenizer(data.tokenizer, adds_bos=data.add_bos_token)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tokenizer.fit(config.spec.vocab_size)
         refuse_other_digest(run, "tokenizer", tokenizer.name, tokenizer.fingerprint)
         return tokenizer
     except DataError as error:
