@@ -45,32 +45,44 @@ def communication(work: Work, *, pp_rank: int | None = None) -> tuple[Traffic, .
 
 
 def _of_rank(messages: "Messages", pp_rank: int) -> Iterator[Traffic]:
+    """Yield the transfers of a rank's step."""
     turns = list(walk(messages.plan.build_schedule(), pp_rank))
-    passes = Counter(turn.action.stage for turn in turns if turn.action.kind is Kind.FORWARD)
-    for number, stage in zip(messages.plan.layout.stages_of(pp_rank), messages.work.hosted(pp_rank), strict=True):
-        yield from (traffic.times(passes[number]) for traffic in messages.activations(stage))
-        yield from (traffic.times(passes[number]) for traffic in messages.weights_per_pass(stage))
+    forwards = [turn for turn in turns if turn.action.kind is Kind.FORWARD]
+    for stage, num_passes in _hosted(messages, pp_rank, forwards):
+        yield from _repeated(messages.activations(stage), num_passes)
+        yield from _repeated(messages.weights_per_pass(stage), num_passes)
         yield from messages.weights_per_step(stage)
         if messages.sums_partial_every_pass:
-            yield messages.partial_gradients(stage).times(passes[number])
+            yield messages.partial_gradients(stage).times(num_passes)
     yield from messages.heads_gathered_again(turns)
     yield from messages.partial_gradients_per_step(pp_rank)
     yield from messages.shared_gradients(pp_rank)
     yield from messages.update(pp_rank)
     yield messages.hop.times(sum(turn.is_sent for turn in turns))
     for _ in range(forwards_before_step(messages.work.objective)):
-        yield from _of_forwards(messages, pp_rank, turns)
+        yield from _of_forwards(messages, pp_rank, forwards)
 
 
-def _of_forwards(messages: "Messages", pp_rank: int, turns: Sequence[Turn]) -> Iterator[Traffic]:
+def _of_forwards(messages: "Messages", pp_rank: int, forwards: Sequence[Turn]) -> Iterator[Traffic]:
     """Yield the transfers of a forward over other rows before the step, of as many microbatches."""
-    forwards = [turn for turn in turns if turn.action.kind is Kind.FORWARD]
-    passes = Counter(turn.action.stage for turn in forwards)
-    for number, stage in zip(messages.plan.layout.stages_of(pp_rank), messages.work.hosted(pp_rank), strict=True):
-        yield from (traffic.times(passes[number]) for traffic in messages.activations_forward(stage))
-        yield from (traffic.times(passes[number]) for traffic in messages.weights_per_pass(stage).forward)
+    for stage, num_passes in _hosted(messages, pp_rank, forwards):
+        yield from _repeated(messages.activations_forward(stage), num_passes)
+        yield from _repeated(messages.weights_per_pass(stage).forward, num_passes)
         yield from messages.weights_per_step(stage).forward
     yield messages.hop.times(sum(turn.is_sent for turn in forwards))
+
+
+def _hosted(messages: "Messages", pp_rank: int, forwards: Sequence[Turn]) -> Iterator[tuple[Stage, int]]:
+    """Yield the stages of a rank, each with the number of its forwards."""
+    num_passes = Counter(turn.action.stage for turn in forwards)
+    numbers = messages.plan.layout.stages_of(pp_rank)
+    for number, stage in zip(numbers, messages.work.hosted(pp_rank), strict=True):
+        yield stage, num_passes[number]
+
+
+def _repeated(traffic: Iterable[Traffic], count: int) -> Iterator[Traffic]:
+    for part in traffic:
+        yield part.times(count)
 
 
 class Group(NamedTuple):
@@ -104,6 +116,8 @@ class Messages:
         self.stages = work.stages
         self.gradient_itemsize = 2 if self.plan.gradient_compression == "bf16" else FP32_BYTES
         self.hop = Traffic("send", "pp", 2, 1, work.stream_bytes)
+        self._groups: dict[Stage, list[Group]] = {}
+        self._trained: dict[Stage, list[Group]] = {}
 
     def activations(self, stage: Stage) -> Iterator[Traffic]:
         """Yield the tp, cp and ep transfers of one microbatch's forward and backward through a stage."""
@@ -119,46 +133,68 @@ class Messages:
 
     def transfers_of_ends(self, stage: Stage) -> PassTraffic:
         """Return the transfers of the embedding and the head, whose vocabulary tensor-parallel ranks divide."""
-        ends = [end.transfers() for end in stage.ends]
-        forward = merged(traffic for end in ends for traffic in end.forward)
-        return PassTraffic(forward, merged(traffic for end in ends for traffic in end.backward))
+        forward: list[Traffic] = []
+        backward: list[Traffic] = []
+        for end in stage.ends:
+            transfers = end.transfers()
+            forward += transfers.forward
+            backward += transfers.backward
+        return PassTraffic(merged(forward), merged(backward))
 
     def groups(self, stage: Stage) -> list[Group]:
         """Return the weights that a stage gathers at once: a group for each unit, without its experts."""
-        return [self._beside_experts(unit, lambda program: program.num_held) for unit in stage.units]
+        if stage not in self._groups:
+            units = stage.units
+            self._groups[stage] = [self._beside_experts(unit, _num_held) for unit in units]
+        return self._groups[stage]
 
     def trained(self, stage: Stage) -> list[Group]:
         """Return the gradients that a stage reduces at once."""
-        groups = [self._beside_experts(unit, lambda program: program.num_trained) for unit in stage.units]
-        return [group for group in groups if group.parameters] + self._experts(stage)
+        if stage not in self._trained:
+            groups = [self._beside_experts(unit, _num_trained) for unit in stage.units]
+            trained = [group for group in groups if group.parameters]
+            self._trained[stage] = trained + self._experts(stage)
+        return self._trained[stage]
 
     def _experts(self, stage: Stage) -> list[Group]:
         """Return the experts of a stage's layers, if fewer ranks share these than other weights."""
         plan = self.plan
+        experts: list[Group] = []
         if plan.ep == 1:
-            return []
-        counts = (layer.program.num_of_experts for layer in stage.layers)
-        return [Group(count, plan.num_expert_shards, plan.num_expert_copies) for count in counts if count]
+            return experts
+        for layer in stage.layers:
+            count = layer.program.num_of_experts
+            if count:
+                experts.append(Group(count, plan.num_expert_shards, plan.num_expert_copies))
+        return experts
 
     def _beside_experts(self, unit: Unit[Passes], count: Callable[[Program], int]) -> Group:
         """Return some of a unit's parameters, without experts if these have a group of their own."""
-        num_parameters = sum(count(part.program) for part in unit.parts)
-        if self.plan.ep > 1:
-            num_parameters -= sum(part.program.num_of_experts for part in unit.parts)
+        divides_experts = self.plan.ep > 1
+        num_parameters = 0
+        for part in unit.parts:
+            num_parameters += count(part.program)
+            if divides_experts:
+                num_parameters -= part.program.num_of_experts
         return self._group(num_parameters)
 
     def _group(self, num_parameters: int) -> Group:
         return Group(num_parameters, self.plan.num_shards, self.plan.num_copies)
 
+    def _trained_on(self, pp_rank: int) -> Iterator[Group]:
+        """Yield the gradients that a rank reduces at once."""
+        for stage in self.work.hosted(pp_rank):
+            yield from self.trained(stage)
+
     def updated_parameters(self, pp_rank: int) -> float:
         """Return the parameters that a rank updates."""
-        return sum(group.sharded for stage in self.work.hosted(pp_rank) for group in self.trained(stage))
+        return sum(group.sharded for group in self._trained_on(pp_rank))
 
     def updated(self, pp_rank: int) -> Trained:
         """Return the same, as optimizers tell them apart."""
-        hosted = self.work.hosted(pp_rank)
-        matrices = sum(stage.num_trained_in_matrices for stage in hosted)
-        share = matrices / max(1, sum(group.parameters for stage in hosted for group in self.trained(stage)))
+        matrices = sum(stage.num_trained_in_matrices for stage in self.work.hosted(pp_rank))
+        whole = sum(group.parameters for group in self._trained_on(pp_rank))
+        share = matrices / max(1, whole)
         total = self.updated_parameters(pp_rank)
         return Trained(total * share, total * (1 - share))
 
@@ -235,7 +271,9 @@ class Messages:
     def _trained_shapes(self) -> Iterator[tuple[int, ...]]:
         """Yield the shapes of the model's parameters that get gradients."""
         spec = self.spec
-        yield from (shape for name, shape in spec.parameter_shapes.items() if name in spec.trained_in_full)
+        for name, shape in spec.parameter_shapes.items():
+            if name in spec.trained_in_full:
+                yield shape
         yield from spec.adapter_shapes.values()
 
     @property
@@ -249,11 +287,16 @@ class Messages:
         These are the gradients of norms, where a rank sees its part of the sequence, of routers, where it sees its part
         of the experts, or of the whole side of adapters. ``fully_shard`` sums each of them.
         """
-        parts = [*stage.layers, *stage.ends]
-        partial = [elements for part in parts for elements in part.program.partial.values()]
+        count = 0
+        num_elements = 0
+        for part in (*stage.layers, *stage.ends):
+            partial = part.program.partial
+            count += len(partial)
+            num_elements += sum(partial.values())
+        # later, they have been added to those of other microbatches, in fp32
         is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
         itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
-        return Traffic("all_reduce", "tp", self.plan.tp, len(partial), sum(partial) * itemsize)
+        return Traffic("all_reduce", "tp", self.plan.tp, count, num_elements * itemsize)
 
     def partial_gradients_per_step(self, pp_rank: int) -> Iterator[Traffic]:
         """Yield the sums of ``partial_gradients`` made once per step: without ``fully_shard``, all in one."""
@@ -282,8 +325,9 @@ class Messages:
         Matrices that are computed whole travel to their owners and back.
         """
         num_bytes = self.work.optimizer.gathered_bytes
-        for group in (group for stage in self.work.hosted(pp_rank) for group in self.trained(stage) if num_bytes):
-            yield Traffic("all_gather", "shard", group.num_shards, 1, num_bytes * group.parameters)
+        if num_bytes:
+            for group in self._trained_on(pp_rank):
+                yield Traffic("all_gather", "shard", group.num_shards, 1, num_bytes * group.parameters)
         if self.work.optimizer.flops is not None:
             yield from self._to_owners_and_back(pp_rank)
 
@@ -306,3 +350,11 @@ def _factored(shape: tuple[int, ...]) -> int:
     if len(shape) == 1:
         return shape[0]
     return POWERSGD_RANK * (shape[0] + math.prod(shape[1:]))
+
+
+def _num_held(program: Program) -> int:
+    return program.num_held
+
+
+def _num_trained(program: Program) -> int:
+    return program.num_trained
