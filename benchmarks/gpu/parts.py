@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.bench import Bench, Row
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import RunConfig
-from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.planning.kernels import DocumentAttention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import StageCompute
 from llama_core.planning.work import Work
 from llama_core.training.profile import is_kernel, kind_of, summarize

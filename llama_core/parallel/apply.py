@@ -28,7 +28,8 @@ from llama_core.parallel.ranks import check_started
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
 from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
-from llama_core.planning.plan import DocumentAttention, ParallelPlan
+from llama_core.planning.kernels import DocumentAttention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.held_out import HeldOutRows
 
 

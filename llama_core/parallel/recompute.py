@@ -24,7 +24,8 @@ from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
 from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION
-from llama_core.planning.plan import KEPT_PRODUCTS, DocumentAttention, ParallelPlan
+from llama_core.planning.kernels import DocumentAttention
+from llama_core.planning.plan import KEPT_PRODUCTS, ParallelPlan
 
 MOST_GRAPHS = 64
 """Graphs that the blocks of a run may be compiled to.

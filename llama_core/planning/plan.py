@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import (
@@ -16,11 +15,11 @@ from llama_core.config.run import (
     Offload,
     Precision,
     RecomputeMode,
-    RunConfig,
     ZeroBackend,
     literal_values,
 )
 from llama_core.errors import PlanError
+from llama_core.planning.stages import cut_layers
 from llama_core.schedules.actions import Schedule
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES, build_schedule, schedule_type
 from llama_core.units import divisors
@@ -36,9 +35,6 @@ KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
 
 It recomputes those of wk and w3. No backward reads the product of w2.
 """
-DocumentAttention = Literal["none", "mask", "varlen"]
-"""How attention is kept inside packed documents: not at all, as a row counts as one; by an additive mask; or by a
-kernel that knows where each document begins, skips the scores between documents and holds no mask."""
 
 remembered_schedule = lru_cache(maxsize=64)(build_schedule)  # plans look up their stages many times
 
@@ -408,12 +404,7 @@ class ParallelPlan:
         )
 
     def stage_layers(self, spec: ModelSpec) -> tuple[range, ...]:
-        """Return the layers of every stage: consecutive, and as even in the parameters that a token uses as possible.
-
-        The first stage also holds the embedding and the last one the head, so they get fewer layers: LLaMA 3 405B over
-        8 stages is cut into 15, six times 16, and 15. With experts in some layers, moving one layer to a neighbouring
-        stage does not make the heavier of the two lighter.
-        """
+        """Return the layers of every stage, as ``cut_layers`` divides them."""
         return cut_layers(spec, self.num_stages)
 
     def recompute_modes(self, spec: ModelSpec) -> tuple[tuple[RecomputeMode, ...], ...]:
@@ -476,59 +467,3 @@ class ParallelPlan:
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the plan that ``as_dict`` recorded; derived keys are ignored."""
         return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
-
-
-@lru_cache(maxsize=1024)
-def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
-    """Return the layers of every stage; see ``ParallelPlan.stage_layers``."""
-    used = [0] * num_stages
-    used[0] += spec.embedding_parameters
-    used[-1] += spec.embedding_parameters
-    counts = [0] * num_stages
-    tables = list(used)
-    for _ in range(spec.num_layers):
-        # first one layer each, then to the lightest stage; of two the later, as earlier ones hold more microbatches
-        stage = min(range(num_stages), key=lambda s: (counts[s] > 0, used[s], -s))
-        counts[stage] += 1
-        used[stage] += spec.layer_parameters
-    starts = [0, *accumulate(counts)]
-    sizes = [0, *accumulate(map(spec.active_parameters, range(spec.num_layers)))]
-
-    def load(stage: int, start: int, end: int) -> int:
-        return tables[stage] + sizes[end] - sizes[start]
-
-    moved = spec.num_sparse_layers not in {0, spec.num_layers}
-    while moved:  # a layer from one stage to its neighbour, while that lowers the heavier of both
-        moved = False
-        for right in range(1, num_stages):
-            start, cut, end = starts[right - 1 : right + 2]
-            heavier = {
-                at: max(load(right - 1, start, at), load(right, at, end))
-                for at in (cut, cut - 1, cut + 1)
-                if start < at < end
-            }
-            starts[right] = min(heavier, key=lambda at: heavier[at])
-            moved |= starts[right] != cut
-    return tuple(map(range, starts, starts[1:]))
-
-
-def runs_on_cuda(config: RunConfig) -> bool:
-    """Return whether a resolved ``config`` runs on CUDA, whose kernels make loss and norms without copies in fp32."""
-    return config.launch.device == "cuda"
-
-
-def document_attention(config: RunConfig, plan: ParallelPlan) -> DocumentAttention:
-    """Return how attention is kept inside packed documents when a resolved ``config`` runs under ``plan``.
-
-    Without the varlen kernel, every block on a ring of context-parallel ranks has a mask. With a sliding window, every
-    row is a document at least.
-    """
-    if not config.data.document_mask and not config.spec.sliding_window:
-        return "none"
-    has_kernel = has_document_kernel(config.launch.device, is_narrow=config.training.precision != "fp32")
-    return "varlen" if has_kernel and plan.attention == "auto" else "mask"
-
-
-def has_document_kernel(device: str, *, is_narrow: bool) -> bool:
-    """Return whether a kind of device has the varlen kernel, which takes 16 bits alone."""
-    return device == "cuda" and is_narrow

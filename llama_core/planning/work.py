@@ -15,7 +15,8 @@ from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.planning.before import forwards_before_step
 from llama_core.planning.fully_shard import Unit, units_of
-from llama_core.planning.plan import DocumentAttention, ParallelPlan, document_attention, runs_on_cuda
+from llama_core.planning.kernels import DocumentAttention, document_attention, runs_on_cuda
+from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.ends import embedding_passes, final_norm_passes, head_passes
 from llama_core.planning.program.layer import layer_passes
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, itemsize_of

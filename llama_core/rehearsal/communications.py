@@ -34,7 +34,8 @@ from llama_core.parallel.measured import measured_totals
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.ranks import most_over_devices
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.kernels import document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import replaced
 from llama_core.rehearsal.call_order import (

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from llama_core.config.nf4 import BLOCK, BLOCK_BYTES
 from llama_core.config.run import RunConfig
 from llama_core.models import cast_weights, layers, loss, moe, nf4
-from llama_core.planning.plan import ParallelPlan, runs_on_cuda
+from llama_core.planning.kernels import runs_on_cuda
+from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import replaced
 from llama_core.training import bf16_moments
 

@@ -24,8 +24,9 @@ from llama_core.parallel import apply
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
+from llama_core.planning.kernels import document_attention
 from llama_core.planning.memory.profile import Category, Phase
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
 from llama_core.rehearsal.compose import Change, Closing, Hosting, Recording, Step, covering_actions, steps

@@ -30,7 +30,8 @@ from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import PATIENCE, first_complaint
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.kernels import document_attention
+from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.checksums import FileSum
 from llama_core.records.held_out import HeldOutRows

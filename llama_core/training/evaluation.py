@@ -6,7 +6,7 @@ import torch
 
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, losses_by_row
-from llama_core.planning.plan import has_document_kernel
+from llama_core.planning.kernels import has_document_kernel
 
 
 @torch.no_grad()

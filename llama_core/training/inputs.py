@@ -10,7 +10,8 @@ from llama_core.errors import DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
 from llama_core.models.objective import Objective, PreparingObjective
 from llama_core.parallel.recompute import mixes_up_random_state
-from llama_core.planning.plan import ParallelPlan, document_attention
+from llama_core.planning.kernels import document_attention
+from llama_core.planning.plan import ParallelPlan
 
 SELDOM = 0.05
 """Share of microbatches that are worth another kind of attention: blocks have to be compiled for it once more."""

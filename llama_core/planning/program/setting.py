@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from llama_core.config.run import AttentionKernel
-from llama_core.planning.plan import DocumentAttention
+from llama_core.planning.kernels import DocumentAttention
 from llama_core.planning.program.operations import FP32_BYTES
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 from llama_core.config.hardware import GPUS_PER_NODE, DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
-from llama_core.planning.plan import cut_layers
+from llama_core.planning.stages import cut_layers
 from llama_core.planning.time.links import node_size
 from llama_core.units import divisors
 
