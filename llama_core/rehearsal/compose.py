@@ -49,7 +49,7 @@ class Hosting:
         """Return the situation that stands for all in which an action of this rank is the same."""
         resharding = self.resharding
         hosts_end = not {0, self.schedule.num_stages - 1}.isdisjoint(self.stages)
-        # a tied embedding is in torch's root, which a forward gathers again if a backward has come before it
+        # a tied embedding is in torch's root, which a forward gathers again after a backward
         gathers_root = resharding.drops_weights and self.is_tied and hosts_end
         keeps_head = resharding.drops_weights and not self.is_tied
         progress: list[Progress] = []
@@ -116,34 +116,55 @@ Step = Computation | Message | Release | Closing
 """A part of a rank's work that has the same bytes, FLOPs and transfers whenever it occurs."""
 
 
+class PlacedStep(NamedTuple):
+    """A step of a list of actions."""
+
+    place: int
+    """That of the action that computes in the step, or of the last one before it."""
+    step: Step
+
+
 def steps(actions: Sequence[Action], hosting: Hosting) -> list[Step]:
     """Return the steps of a rank's ``actions``, which include sends and receives."""
-    return [step for _, step in _steps(actions, hosting)]
+    return [placed.step for placed in _placed_steps(actions, hosting)]
 
 
-def _steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[tuple[int, Step]]:
-    """Yield every step of ``actions``, with the place of the computation that it belongs to, or the one before it."""
-    computations = [(place, action) for place, action in enumerate(actions) if action.kind in COMPUTATIONS]
-    turns = walk(hosting.schedule, hosting.pp_rank, [action for _, action in computations])
-    latest = computations[0][0]
+def _placed_steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[PlacedStep]:
+    """Yield every step of ``actions``, in order."""
+    places = _places_of_computations(actions)
+    turns = walk(hosting.schedule, hosting.pp_rank, [actions[place] for place in places])
+    latest = places[0]
     before: Computation | None = None
-    leaving: list[Release] = []
+    sent: list[Release] = []
     for place, action in enumerate(actions):
-        kind = action.kind
-        if kind in COMPUTATIONS:
+        if action.kind in COMPUTATIONS:
             turn = next(turns)
-            before = Computation(hosting.representative(turn.situation), turn.is_received, turn.is_sent)
+            situation = hosting.representative(turn.situation)
+            before = Computation(situation, turn.is_received, turn.is_sent)
             latest = place
-            yield place, before
-            yield from ((place, release) for release in leaving)
-            leaving = []
+            yield PlacedStep(place, before)
+            # the engine drops what it sent after the next computation (_forget_sent)
+            for release in sent:
+                yield PlacedStep(place, release)
+            sent.clear()
         else:
             slot = hosting.stages.index(action.stage)
-            yield latest, Message(slot, kind, (before.slot, before.kind, before.situation.is_last) if before else None)
-            leaving += [Release(slot, kind)] if kind in SENDS else []
-    yield from ((latest, release) for release in leaving)
+            yield PlacedStep(latest, Message(slot, action.kind, _name_of_peak(before)))
+            if action.kind in SENDS:
+                sent.append(Release(slot, action.kind))
+    for release in sent:
+        yield PlacedStep(latest, release)
     if before is not None:
-        yield latest, Closing(before.slot, before.kind)
+        yield PlacedStep(latest, Closing(before.slot, before.kind))
+
+
+def _places_of_computations(actions: Sequence[Action]) -> list[int]:
+    return [place for place, action in enumerate(actions) if action.kind in COMPUTATIONS]
+
+
+def _name_of_peak(before: Computation | None) -> tuple[int, Kind, bool] | None:
+    """Return what names a peak that follows a computation: see ``Message.after``."""
+    return None if before is None else (before.slot, before.kind, before.situation.is_last)
 
 
 def covering_actions(actions: Sequence[Action], hosting: Hosting, known: Collection[Step] = ()) -> list[Action]:
@@ -151,24 +172,44 @@ def covering_actions(actions: Sequence[Action], hosting: Hosting, known: Collect
 
     Start with the first microbatch, and add the microbatches around the first step not yet covered until all are.
     """
-    wanted = [(place, step) for place, step in _steps(actions, hosting) if step not in known]
-    places = [place for place, action in enumerate(actions) if action.kind in COMPUTATIONS]
+    wanted = [placed for placed in _placed_steps(actions, hosting) if placed.step not in known]
+    places = _places_of_computations(actions)
     chosen = {action.microbatch for action in actions[: places[0] + 1]}
     while True:
         kept = [action for action in actions if action.microbatch in chosen]
         covered = set(steps(kept, hosting))
-        missing = [place for place, step in wanted if step not in covered]
+        missing = [placed.place for placed in wanted if placed.step not in covered]
         if not missing:
             return kept
-        around = (_around(actions, places, place) for place in (*missing, *places))
-        chosen |= next(microbatches for microbatches in around if not microbatches <= chosen)
+        chosen |= _next_microbatches(actions, places, missing, chosen)
+
+
+def _next_microbatches(
+    actions: Sequence[Action], places: Sequence[int], missing: Sequence[int], chosen: set[int]
+) -> set[int]:
+    """Return the microbatches to add for the first of the places ``missing`` that needs others than ``chosen``."""
+    # if none does, the situation depends on microbatches that are further away: then any others
+    for place in (*missing, *places):
+        around = _around(actions, places, place)
+        if not around <= chosen:
+            return around
+    raise AssertionError("the whole step covers all of its steps")
 
 
 def _around(actions: Sequence[Action], places: Sequence[int], place: int) -> set[int]:
     """Return the microbatches of a computation, of the one before it, and of the messages after each."""
     number = places.index(place)
+    start = places[max(0, number - 1)]
     end = places[number + 1] if number + 1 < len(places) else len(actions)
-    return {action.microbatch for action in actions[places[max(0, number - 1)] : end]}
+    return {action.microbatch for action in actions[start:end]}
+
+
+class Rise(NamedTuple):
+    """The bytes by which a peak lies above another instant."""
+
+    num_bytes: Counter[Category]
+    where: str
+    """The operator that reached the peak, and the landmark before it."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +218,8 @@ class Change:
 
     growth: Counter[Category]
     """Bytes at the end minus bytes at the start."""
-    rises: Mapping[Phase, tuple[Counter[Category], str]]
-    """Peak bytes of every phase minus bytes at the start, and where that peak was."""
+    rises: Mapping[Phase, Rise]
+    """Peak bytes of every phase minus bytes at the start."""
     flops: int
     transfers: Counter[Transfer]
 
@@ -186,20 +227,25 @@ class Change:
     def of(cls, segment: Segment, end: Snapshot) -> "Change":
         """Return the change over a segment that ended at ``end``."""
         start = segment.start.categories
-        rises = {phase: (_less(peak.categories, start), peak.where) for phase, peak in segment.peaks.items()}
-        return cls(_less(end.categories, start), rises, segment.flops, segment.transfers)
+        rises: dict[Phase, Rise] = {}
+        for phase, peak in segment.peaks.items():
+            rises[phase] = Rise(_less(peak.categories, start), peak.where)
+        growth = _less(end.categories, start)
+        return cls(growth, rises, segment.flops, segment.transfers)
 
     @classmethod
     def joined(cls, changes: Iterable["Change"]) -> "Change":
         """Return the change over several, one after the other."""
         growth: Counter[Category] = Counter()
-        rises: dict[Phase, tuple[Counter[Category], str]] = {}
+        rises: dict[Phase, Rise] = {}
         flops = 0
         transfers = Counter[Transfer]()
         for change in changes:
-            for phase, (rise, where) in change.rises.items():
-                if phase not in rises or growth.total() + rise.total() > rises[phase][0].total():
-                    rises[phase] = _plus(growth, rise), where
+            for phase, (num_bytes, where) in change.rises.items():
+                # each change counts from its own start, above that of the first one by the growth so far
+                height = growth.total() + num_bytes.total()
+                if phase not in rises or height > rises[phase].num_bytes.total():
+                    rises[phase] = Rise(_plus(growth, num_bytes), where)
             growth = _plus(growth, change.growth)
             flops += change.flops
             transfers += change.transfers
@@ -207,7 +253,9 @@ class Change:
 
     def placed(self, rename: Callable[[int], int]) -> "Change":
         """Return the same change in places whose layers have other numbers."""
-        rises = {phase: (rise, renamed_layers(where, rename)) for phase, (rise, where) in self.rises.items()}
+        rises: dict[Phase, Rise] = {}
+        for phase, (num_bytes, where) in self.rises.items():
+            rises[phase] = Rise(num_bytes, renamed_layers(where, rename))
         return replace(self, rises=rises)
 
 
@@ -264,9 +312,10 @@ class ComposedStep:
 
     def add(self, level: Counter[Category], change: Change) -> None:
         """Add ``change``, which starts with ``level`` alive."""
-        for phase, (rise, where) in change.rises.items():
-            if phase not in self.peaks or level.total() + rise.total() > self.peaks[phase].total():
-                self.peaks[phase] = _plus(level, rise)
+        for phase, (num_bytes, where) in change.rises.items():
+            height = level.total() + num_bytes.total()
+            if phase not in self.peaks or height > self.peaks[phase].total():
+                self.peaks[phase] = _plus(level, num_bytes)
                 self.places[phase] = where
         self.flops += change.flops
         self.transfers += change.transfers
