@@ -16,7 +16,7 @@ class ModelVariant:
 
     spec: ModelSpec
     full: Least | None
-    """The fewest GPUs that can train every weight; None if none up to ``MOST_DEVICES`` can."""
+    """The fewest GPUs that can train every weight; None if none up to ``MAX_DEVICES`` can."""
     lora: Least | None
     """The fewest GPUs that can train adapters."""
     qlora: Least | None

@@ -16,7 +16,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import itemsize_of
 from llama_core.units import format_bytes
 
-MOST_NODES = 64
+MAX_NODES = 64
 """Most nodes that a refusal proposes."""
 _NUMBERS = ("tp", "pp", "gpus", "nodes")
 """The keys of ``evaluation`` that say how devices share it."""
@@ -183,7 +183,7 @@ def _too_small(config: RunConfig, way: EvaluationPlan, gpu: DeviceSpec) -> str:
     plan = way.plan
     weights = weight_bytes(config.spec, plan, itemsize_of(asked.dtype))
     free = asked.model_copy(update=dict.fromkeys(_NUMBERS, "auto") | {"gpus": None})
-    others = _ways(config.spec, free, gpu.gpus_per_node, MOST_NODES)
+    others = _ways(config.spec, free, gpu.gpus_per_node, MAX_NODES)
     larger = next((other for other in others if _bytes(config, other) <= gpu.usable_bytes), None)
     remedies = [] if larger is None else [_what_to_change(asked, larger)]
     if asked.dtype == "fp32" and _bytes(config, way, "bf16") <= gpu.usable_bytes:

@@ -20,7 +20,11 @@ _KEYS |= {"num_ranks": "parallel.pp", "seq_len": "training.seq_len"}
 """The configuration key of each name that a plan's errors use."""
 
 
-def choose_plan(config: RunConfig, memory_budget_bytes: int | None, device: DeviceSpec | None = None) -> ParallelPlan:
+def choose_plan(
+    config: RunConfig,
+    memory_budget_bytes: int | None,
+    device: DeviceSpec | None = None,
+) -> ParallelPlan:
     """Return the plan of ``config``, with every open choice made for the memory of a device.
 
     For a device of known speed, that is the fastest plan that fits (``search``). Without one, as on the CPU, the plan
@@ -73,5 +77,8 @@ def _spelled_as_asked() -> Iterator[None]:
     except NothingFitsError:
         raise
     except PlanError as error:
-        spelled = re.sub(rf"(?<![.\w])({'|'.join(_KEYS)})(?==)", lambda name: _KEYS[name[0]], str(error))
+        names = "|".join(_KEYS)
+        # a name before "=" that is not already the end of a key
+        assigned = rf"(?<![.\w])({names})(?==)"
+        spelled = re.sub(assigned, lambda name: _KEYS[name[0]], str(error))
         raise PlanError(spelled) from None

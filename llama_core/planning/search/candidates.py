@@ -10,6 +10,7 @@ Never tried, whatever the memory and the time:
 * ZB-H1 and ZBV with anything but a plain pipeline, as they exclude everything else.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,34 +100,46 @@ class Candidates:
     def shapes(self) -> list[Shape]:
         """Return the shapes whose data-parallel ranks divide the batch, most data-parallel first."""
         gpus = self.asked.gpus
-        shapes = [
-            Shape(tp, pp, cp, gpus // (tp * pp * cp))
-            for tp in self.degrees.sizes("tp")
-            for pp in self.degrees.sizes("pp")
-            for cp in self.degrees.sizes("cp")
-            if gpus % (tp * pp * cp) == 0
-        ]
-        return sorted(filter(self._divides, shapes), key=lambda shape: (-shape.dp, shape.cp, shape.pp, shape.tp))
+        sizes = [self.degrees.sizes(axis) for axis in ("tp", "pp", "cp")]
+        shapes: list[Shape] = []
+        for tp, pp, cp in itertools.product(*sizes):
+            ranks_of_model = tp * pp * cp
+            if gpus % ranks_of_model == 0:
+                shapes.append(Shape(tp, pp, cp, gpus // ranks_of_model))
+        dividing = filter(self._divides_batch, shapes)
+        return sorted(dividing, key=lambda shape: (-shape.dp, shape.cp, shape.pp, shape.tp))
 
-    def _divides(self, shape: Shape) -> bool:
-        batch = self._common_batch
+    def _divides_batch(self, shape: Shape) -> bool:
+        """Return whether the data-parallel ranks of a shape have equal shares of every batch, in whole microbatches."""
         asked = self.asked
-        if batch % shape.dp or (asked.dp_replicate != "auto" and shape.dp % asked.dp_replicate):
+        if self._common_batch % shape.dp:
             return False
-        share = batch // shape.dp
-        product = (asked.microbatch_size or 1) * (asked.num_microbatches or 1)
-        return share == product if asked.microbatch_size and asked.num_microbatches else share % product == 0
+        if asked.dp_replicate != "auto" and shape.dp % asked.dp_replicate:
+            return False
+        share = self._common_batch // shape.dp
+        if asked.microbatch_size and asked.num_microbatches:
+            return share == asked.microbatch_size * asked.num_microbatches
+        return share % (asked.microbatch_size or asked.num_microbatches or 1) == 0
 
     def microbatch_sizes(self, shape: Shape) -> list[int]:
         """Return the microbatch size asked for, or the divisors of a rank's share of every batch, largest first."""
         asked = self.asked
         share = self._common_batch // shape.dp
-        if asked.microbatch_size or asked.num_microbatches:
-            return [asked.microbatch_size or share // (asked.num_microbatches or 1)]
-        enough = MAX_CPU_MICROBATCH_TOKENS if self.config.launch.device == "cpu" else MAX_MICROBATCH_TOKENS
-        most = max(1, enough * shape.cp // self.config.seq_len)
-        largest, *smaller = [size for size in range(min(most, share), 0, -1) if share % size == 0]
-        return [largest, *(size for size in smaller if self.num_microbatches(shape, size) <= MOST_MICROBATCHES)]
+        if asked.microbatch_size:
+            return [asked.microbatch_size]
+        if asked.num_microbatches:
+            return [share // asked.num_microbatches]
+        on_cpu = self.config.launch.device == "cpu"
+        max_tokens = MAX_CPU_MICROBATCH_TOKENS if on_cpu else MAX_MICROBATCH_TOKENS
+        max_size = max(1, max_tokens * shape.cp // self.config.seq_len)
+        sizes: list[int] = []
+        for size in range(min(max_size, share), 0, -1):
+            if share % size:
+                continue
+            # the largest one stays even with too many microbatches: the plan says what is wrong
+            if not sizes or self.num_microbatches(shape, size) <= MOST_MICROBATCHES:
+                sizes.append(size)
+        return sizes
 
     def num_microbatches(self, shape: Shape, microbatch_size: int) -> int:
         """Return the forward passes per rank and step, the largest of a ramp."""
@@ -138,15 +151,16 @@ class Candidates:
 
     def shardings(self, shape: Shape) -> list[Sharding]:
         """Return the ways to shard the states, those that communicate least first."""
-        return [
-            Sharding(stage, copies)
-            for stage in self._zero_stages(shape)
-            for copies in self._copies(shape, stage)
-            if self.asked.zero_stage != "auto"
-            or stage == 0
-            or shape.dp * shape.cp > copies
-            or self.asked.zero_backend == "deepspeed"
-        ]
+        # a stage that is asked for may shard nothing: the plan notes it
+        asked = self.asked
+        may_shard_nothing = asked.zero_stage != "auto" or asked.zero_backend == "deepspeed"
+        shardings: list[Sharding] = []
+        for stage in self._zero_stages(shape):
+            for copies in self._copies(shape, stage):
+                has_shards = shape.dp * shape.cp > copies
+                if stage == 0 or has_shards or may_shard_nothing:
+                    shardings.append(Sharding(stage, copies))
+        return shardings
 
     def _zero_stages(self, shape: Shape) -> tuple[ZeroStage, ...]:
         asked = self.asked
@@ -158,8 +172,10 @@ class Candidates:
         has_nobody = shape.cp == 1 and shape.dp in {1, asked.dp_replicate}
         if asked.gradient_compression == "powersgd" or has_nobody:
             return (0,) if may_copy else ()
-        # stage 1 sends and holds less than stage 0, except with whole models, which send gradients during the backward
-        return (0, 1, 2, 3) if may_copy and shape.tp == shape.pp == shape.cp == 1 else (1, 2, 3)
+        # stage 1 sends and holds less than stage 0, except with whole models, whose gradients
+        # DistributedDataParallel sends during the backward
+        holds_whole_model = shape.tp == shape.pp == shape.cp == 1
+        return (0, 1, 2, 3) if may_copy and holds_whole_model else (1, 2, 3)
 
     def _copies(self, shape: Shape, zero_stage: ZeroStage) -> list[int]:
         """Return how many copies of the sharding group to try: one, or one per node."""
@@ -167,38 +183,46 @@ class Candidates:
             return [shape.dp]
         if self.asked.dp_replicate != "auto":
             return [self.asked.dp_replicate]
+        if self.asked.zero_backend == "deepspeed":
+            return [1]
         in_a_node = max(1, self.node_size // (shape.tp * shape.cp))
         shards = max(size for size in range(1, in_a_node + 1) if shape.dp % size == 0)
-        return [1] if shards in {1, shape.dp} or self.asked.zero_backend == "deepspeed" else [1, shape.dp // shards]
+        return [1] if shards in {1, shape.dp} else [1, shape.dp // shards]
 
     def expert_parallel(self, shape: Shape, sharding: Sharding) -> list[int]:
         """Return the expert-parallel sizes to try: ranks that divide the experts also shard, or hold copies."""
+        sizes = self.degrees.sizes("ep")
+        if self.asked.ep != "auto":
+            return sizes
         shards = shape.dp // sharding.dp_replicate
-        return [
-            size
-            for size in self.degrees.sizes("ep")
-            if self.asked.ep != "auto" or (shape.dp % size == 0 and (shards % size == 0 or size % shards == 0))
-        ]
+        possible: list[int] = []
+        for size in sizes:
+            shares_ranks = shards % size == 0 or size % shards == 0
+            if shape.dp % size == 0 and shares_ranks:
+                possible.append(size)
+        return possible
 
     def orders(self, shape: Shape, microbatch_size: int) -> list[Order]:
         """Return the schedules to try with this microbatch size."""
         asked = self.asked
-        pp = shape.pp
+        is_open = asked.schedule == "auto"
+        if shape.pp == 1:
+            return [Order(DEFAULT_SCHEDULE if is_open else asked.schedule, self._chunks or 1)]
         counts = self._counts(shape, microbatch_size)
-        count = max(counts)
-        if pp == 1:
-            return [Order(DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule, self._chunks or 1)]
-        kinds = searched_schedules() if asked.schedule == "auto" else [schedule_type(asked.schedule)]
-        return [
-            order
-            for kind in kinds
-            if microbatch_size % kind.parts_per_microbatch == 0
-            and (
-                asked.schedule != "auto"
-                or (min(counts) >= kind.min_microbatches and self.refusal(kind, shape, count, self.recompute) is None)
-            )
-            for order in self._in_chunks(kind, pp, math.gcd(*counts))
-        ]
+        orders: list[Order] = []
+        for kind in searched_schedules() if is_open else [schedule_type(asked.schedule)]:
+            if microbatch_size % kind.parts_per_microbatch:
+                continue
+            if is_open and not self._is_worth_trying(kind, shape, counts):
+                continue
+            orders += self._in_chunks(kind, shape.pp, math.gcd(*counts))
+        return orders
+
+    def _is_worth_trying(self, kind: ScheduleType, shape: Shape, counts: list[int]) -> bool:
+        """Return whether the search tries a schedule with these numbers of microbatches."""
+        if min(counts) < kind.min_microbatches:
+            return False
+        return self.refusal(kind, shape, max(counts), self.recompute) is None
 
     @property
     def _chunks(self) -> int | None:
@@ -212,10 +236,18 @@ class Candidates:
         elif count % pp == 0 and self._chunks != 1:
             if self._chunks is not None:
                 yield Order(kind.name, self._chunks)
-            else:
-                yield from (Order(kind.name, chunks) for chunks in CHUNKS if self.degrees.is_even(pp * chunks))
+                return
+            for chunks in CHUNKS:
+                if self.degrees.is_even(pp * chunks):
+                    yield Order(kind.name, chunks)
 
-    def refusal(self, kind: ScheduleType, shape: Shape, count: int, recompute: RecomputeMode) -> str | None:
+    def refusal(
+        self,
+        kind: ScheduleType,
+        shape: Shape,
+        count: int,
+        recompute: RecomputeMode,
+    ) -> str | None:
         """Return why the search skips a schedule; None if it tries it.
 
         Args:
@@ -226,22 +258,32 @@ class Candidates:
         """
         pp = shape.pp
         usual = schedule_type(DEFAULT_SCHEDULE)
-        is_plain = self.asked.compile is not True and self.config.training.precision != "fp8"
-        is_alone = self.asked.gpus == pp and self.recompute == "none" and is_plain
+        of_shape = self._refusal_of_shape(kind, shape)
+        if of_shape is not None:
+            return of_shape
+        if count <= kind.min_units * pp:
+            return f"needs more than {kind.min_units * pp} microbatches at pp {pp}"
+        if kind.stages_per_rank > 1 and not self.degrees.is_even(kind.stages_per_rank * pp):
+            return f"uneven stages at pp {pp}"
         backward = 3 if recompute == "full" else 2
-        reasons = {
-            "only without tp, cp, data parallelism, recompute, compile and fp8": kind.splits_backward and not is_alone,
-            f"needs a multiple of {kind.replicas} pipeline ranks, not pp {pp}": bool(pp % kind.replicas),
-            f"no better than data parallelism at pp {pp}": kind.replicas > 1 and pp <= kind.replicas,
-            f"needs more than {kind.min_units * pp} microbatches at pp {pp}": count <= kind.min_units * pp,
-            f"uneven stages at pp {pp}": (
-                kind.stages_per_rank > 1 and not self.degrees.is_even(kind.stages_per_rank * pp)
-            ),
-            f"no faster and no leaner than {usual.name} at pp {pp} with {count} microbatches": (
-                kind is not usual and kind.is_beaten_by(usual, pp, count, backward=backward)
-            ),
-        }
-        return next((reason for reason, refuses in reasons.items() if refuses), None)
+        if kind is not usual and kind.is_beaten_by(usual, pp, count, backward=backward):
+            return f"no faster and no leaner than {usual.name} at pp {pp} with {count} microbatches"
+        return None
+
+    def _refusal_of_shape(self, kind: ScheduleType, shape: Shape) -> str | None:
+        """Return why the search skips a schedule whatever the number of microbatches; None if it may try it."""
+        if kind.splits_backward and not self._has_plain_pipeline(shape):
+            return "only without tp, cp, data parallelism, recompute, compile and fp8"
+        if shape.pp % kind.replicas:
+            return f"needs a multiple of {kind.replicas} pipeline ranks, not pp {shape.pp}"
+        if kind.replicas > 1 and shape.pp <= kind.replicas:
+            return f"no better than data parallelism at pp {shape.pp}"
+        return None
+
+    def _has_plain_pipeline(self, shape: Shape) -> bool:
+        """Return whether there is nothing but a pipeline, as schedules that split the backward need it."""
+        is_plain = self.asked.compile is not True and self.config.training.precision != "fp8"
+        return self.asked.gpus == shape.pp and self.recompute == "none" and is_plain
 
     def variants(self, offload: Offload = "none") -> Iterator[Variant]:
         """Yield every variant to search, most data-parallel first."""
@@ -256,7 +298,9 @@ class Candidates:
         """Return the offloads to try, least first."""
         if self.asked.offload != "auto":
             return [self.asked.offload]
-        return ["none", "optimizer", "parameters"] if self.asked.zero_backend == "deepspeed" else ["none"]
+        if self.asked.zero_backend == "deepspeed":
+            return ["none", "optimizer", "parameters"]
+        return ["none"]
 
     @property
     def recompute(self) -> RecomputeMode:
@@ -295,6 +339,7 @@ class Candidates:
         shape = variant.shape
         asked = self.asked
         config = self.config
+        whole_batch = self.num_microbatches(shape, variant.microbatch_size)
         plan = ParallelPlan(
             tp=shape.tp,
             pp=shape.pp,
@@ -309,7 +354,7 @@ class Candidates:
             schedule=variant.order.schedule,
             num_chunks=variant.order.num_chunks,
             microbatch_size=variant.microbatch_size,
-            num_microbatches=num_microbatches or self.num_microbatches(shape, variant.microbatch_size),
+            num_microbatches=num_microbatches or whole_batch,
             recompute=self.recompute,
             gradient_compression=asked.gradient_compression,
             compile=self.compiles(variant),

@@ -13,6 +13,7 @@ from llama_core.planning.search.leanest import leanest_plan
 from llama_core.planning.search.search import CLOSE, Option, Search
 from llama_core.planning.time.step_time import StepTime
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, searched_schedules
+from llama_core.schedules.traits import ScheduleType
 from llama_core.units import format_bytes
 
 MAX_RUNNERS_UP = 4
@@ -47,10 +48,7 @@ class Choice:
             "peak_bytes": self.peak_bytes,
             "limit_bytes": self.limit_bytes,
             "reasons": dict(self.reasons),
-            "runners_up": [
-                {"plan": other.plan.as_dict(), "step": other.step.as_dict(), "peak_bytes": other.peak_bytes}
-                for other in self.runners_up
-            ],
+            "runners_up": [_as_dict(other) for other in self.runners_up],
             "rejected": list(self.rejected),
         }
 
@@ -58,22 +56,34 @@ class Choice:
         """Return the choice as lines of text."""
         limit = ""
         if self.limit_bytes is not None:
-            limit = f", within the limit of {format_bytes(self.limit_bytes)} ({FILL_LIMIT:.0%} of the usable memory)"
-        return [
+            allowed = format_bytes(self.limit_bytes)
+            limit = f", within the limit of {allowed} ({FILL_LIMIT:.0%} of the usable memory)"
+        lines = [
             f"plan: {self.plan.summary()}",
             f"step: {self.step.summary()}",
             f"memory: the fullest rank peaks at {format_bytes(self.peak_bytes)}{limit}",
             "why:",
-            *(f"  {sentence}" for sentence in self.reasons.values()),
-            *(["next best:"] if self.runners_up else []),
-            *(
-                f"  {_seconds(other.step.total, self.step.total)}, {format_bytes(other.peak_bytes)}: "
-                f"{other.plan.summary()}"
-                for other in self.runners_up
-            ),
-            *(["not tried, or does not fit:"] if self.rejected else []),
-            *(f"  {sentence}" for sentence in self.rejected),
         ]
+        lines += [f"  {sentence}" for sentence in self.reasons.values()]
+        if self.runners_up:
+            lines.append("next best:")
+        for other in self.runners_up:
+            seconds = _seconds(other.step.total, self.step.total)
+            peak = format_bytes(other.peak_bytes)
+            lines.append(f"  {seconds}, {peak}: {other.plan.summary()}")
+        if self.rejected:
+            lines.append("not tried, or does not fit:")
+        lines += [f"  {sentence}" for sentence in self.rejected]
+        return lines
+
+
+def _as_dict(option: Option) -> dict[str, Any]:
+    """Return an option as a record."""
+    return {
+        "plan": option.plan.as_dict(),
+        "step": option.step.as_dict(),
+        "peak_bytes": option.peak_bytes,
+    }
 
 
 _KEYS: Mapping[str, Callable[[Variant], Any]] = {
@@ -103,7 +113,8 @@ def explain(search: Search, best: Option) -> Choice:
     if simplest is best:
         return _explained(search, best, others)
     less = 1 - best.step.total / simplest.step.total
-    why = f"simpler than the fastest, which is {less:.1%} faster, less than estimates can tell: {best.plan.summary()}"
+    fastest = f"the fastest, which is {less:.1%} faster, less than estimates can tell"
+    why = f"simpler than {fastest}: {best.plan.summary()}"
     choice = _explained(search, simplest, _others(search, simplest))
     return replace(choice, reasons={"simpler": why, **choice.reasons})
 
@@ -131,7 +142,10 @@ def _simplest(search: Search, fastest: Option) -> Option:
 
 def _explained(search: Search, best: Option, others: Mapping[str, Option | None]) -> Choice:
     reasons = _Reasons(search, best, others)
-    pipeline = next((other for other in (best, others["pp"]) if other and other.variant.shape.pp > 1), None)
+    pipeline = None
+    for option in (others["pp"], best):
+        if option and option.variant.shape.pp > 1:
+            pipeline = option
     return Choice(
         plan=best.plan,
         step=best.step,
@@ -166,7 +180,9 @@ def _runners_up(search: Search, best: Option) -> tuple[Option, ...]:
 
 def _seconds(seconds: float, best: float) -> str:
     more = seconds / best - 1
-    return f"{seconds:.3g} s ({more:+.1%})" if more < 1 else f"{seconds:.3g} s ({more + 1:.1f} times)"
+    if more < 1:
+        return f"{seconds:.3g} s ({more:+.1%})"
+    return f"{seconds:.3g} s ({more + 1:.1f} times)"
 
 
 class _Reasons:
@@ -195,27 +211,32 @@ class _Reasons:
             "tp": (f"tp {variant.shape.tp}", asked.tp != "auto"),
             "pp": (f"pp {variant.shape.pp}", asked.pp != "auto"),
             "cp": (f"cp {variant.shape.cp}", asked.cp != "auto"),
-            **({"ep": (f"ep {variant.ep}", asked.ep != "auto")} if self.candidates.config.spec.moe else {}),
+            "ep": (f"ep {variant.ep}", asked.ep != "auto"),
             "sharding": (f"dp {variant.shape.dp}, {variant.sharding}", asked.zero_stage != "auto"),
             "schedule": (f"schedule {self._schedule}", asked.schedule != "auto"),
             "microbatch": (f"microbatch of {variant.microbatch_size}", is_microbatch_asked),
         }
-        reasons = {
-            name: f"{label}: {self._asked_for(name) if is_asked else self._compared(name)}"
-            for name, (label, is_asked) in given.items()
-        }
+        if not self.candidates.config.spec.moe:
+            del given["ep"]
+        reasons: dict[str, str] = {}
+        for name, (label, is_asked) in given.items():
+            reason = self._asked_for(name) if is_asked else self._compared(name)
+            reasons[name] = f"{label}: {reason}"
         return reasons | {"recompute": self._recompute(), "offload": self._offload()}
 
     @property
     def _schedule(self) -> str:
         plan = self.best.plan
-        return f"{plan.schedule} x {plan.num_chunks} chunks" if plan.num_chunks > 1 else plan.schedule
+        if plan.num_chunks > 1:
+            return f"{plan.schedule} x {plan.num_chunks} chunks"
+        return plan.schedule
 
     def _asked_for(self, name: str) -> str:
         tp = self.best.variant.shape.tp
         node_size = self.candidates.node_size
         if name == "tp" and node_size % tp:
-            return f"asked for; it crosses nodes of {node_size}, so every layer communicates over the slower network"
+            crosses = f"it crosses nodes of {node_size}"
+            return f"asked for; {crosses}, so every layer communicates over the slower network"
         return "asked for"
 
     def _compared(self, name: str) -> str:
@@ -226,14 +247,16 @@ class _Reasons:
             return "no effect with one pipeline rank"
         other = self.others[name]
         if other:
-            rest = f": {other.plan.summary()}" if name in {"tp", "pp", "cp", "ep", "sharding"} else ""
+            shows_plan = name in {"tp", "pp", "cp", "ep", "sharding"}
+            rest = f": {other.plan.summary()}" if shows_plan else ""
             seconds = _seconds(other.step.total, self.best.step.total)
             return f"with the best alternative, {key(other.variant)}, a step takes {seconds}{rest}"
         try:
-            leanest = leanest_plan(self.candidates, self.fitting, lambda variant: key(variant) != value)
+            leanest = leanest_plan(self.candidates, self.fitting, lambda other: key(other) != value)
         except PlanError:
             return "there is no other value to try"
-        return f"no other value fits; the leanest plan ({leanest.summary()}) {self._misses(leanest)}"
+        misses = self._misses(leanest)
+        return f"no other value fits; the leanest plan ({leanest.summary()}) {misses}"
 
     def _misses(self, plan: ParallelPlan) -> str:
         over = self.fitting.peak_bytes(plan) - (self.fitting.limit or 0)
@@ -248,7 +271,8 @@ class _Reasons:
         num_layers = self.candidates.config.spec.num_layers
         count = num_layers if plan.recomputed_layers is None else sum(plan.recomputed_layers)
         without = self._misses(replace(plan, recompute="none", recomputed_layers=None))
-        label = f"recompute {plan.recompute} on {count} of {num_layers} layers: without it, a rank {without}"
+        where = f"on {count} of {num_layers} layers"
+        label = f"recompute {plan.recompute} {where}: without it, a rank {without}"
         if plan.recompute == "selective":
             return label
         selective = self._misses(replace(plan, recompute="selective", recomputed_layers=None))
@@ -260,7 +284,9 @@ class _Reasons:
             return f"offload {offload}: asked for"
         if self.asked.zero_backend == "native":
             return "offload none: offloading needs parallel.zero_backend=deepspeed"
-        return f"offload {offload}: fits without it" if offload == "none" else f"offload {offload}: less does not fit"
+        if offload == "none":
+            return f"offload {offload}: fits without it"
+        return f"offload {offload}: less does not fit"
 
     def rejected_stages(self) -> Iterator[str]:
         """Yield the lower ZeRO stages whose states alone exceed the limit at the same tp and pp, lowest first."""
@@ -273,8 +299,10 @@ class _Reasons:
             other = replace(plan, zero_stage=stage, dp_shard=shards, dp_replicate=copies)
             states = self.fitting.state_bytes(other)
             if states > limit:
-                where = f"at tp {plan.tp} x pp {plan.pp}"
-                yield f"ZeRO {stage}: weights, gradients and moments alone take {format_bytes(states)} {where}"
+                yield (
+                    f"ZeRO {stage}: weights, gradients and moments alone take "
+                    f"{format_bytes(states)} at tp {plan.tp} x pp {plan.pp}"
+                )
 
 
 def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str]:
@@ -286,9 +314,20 @@ def _rejected_schedules(search: Search, pipeline: Option | None) -> Iterator[str
     reasons: dict[str, list[str]] = {}
     for kind in searched_schedules():
         reason = search.candidates.refusal(kind, shape, plan.num_microbatches, plan.recompute)
-        variants = [v for v in search.bounded if v.shape == shape and v.order.schedule == kind.name]
-        if reason is None and all(search.closer(variant) is None for variant in variants):
-            reason = f"too large at {shape}" + (", with two copies of each stage" if kind.replicas > 1 else "")
+        if reason is None and _nothing_of_may_fit(search, shape, kind):
+            reason = f"too large at {shape}"
+            if kind.replicas > 1:
+                reason += ", with two copies of each stage"
         if reason is not None:
             reasons.setdefault(reason, []).append(kind.name)
-    yield from (f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+    for reason, names in reasons.items():
+        yield f"{', '.join(names)}: {reason}"
+
+
+def _nothing_of_may_fit(search: Search, shape: Shape, kind: ScheduleType) -> bool:
+    """Return whether no variant of a shape with a schedule can fit."""
+    for variant in search.bounded:
+        is_meant = variant.shape == shape and variant.order.schedule == kind.name
+        if is_meant and search.closer(variant) is not None:
+            return False
+    return True

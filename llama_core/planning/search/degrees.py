@@ -13,7 +13,7 @@ from llama_core.units import divisors
 
 MIN_CONTEXT_TOKENS = 8192
 """Fewest tokens of a sequence per context-parallel rank: with fewer, the ring waits for its transfers."""
-MOST_UNEVEN = 1.2
+MAX_UNEVENNESS = 1.2
 """Stages count as even up to this ratio of the heaviest stage to the mean."""
 MIN_LAYERS = 3
 """Fewest layers per pipeline rank: with fewer, embedding, head and bubble outweigh the savings."""
@@ -51,7 +51,7 @@ class Degrees:
     def is_even(self, num_stages: int) -> bool:
         """Return whether the layers divide evenly into ``num_stages`` pipeline stages."""
         spec = self.config.spec
-        return num_stages <= spec.num_layers and unevenness(spec, num_stages) <= MOST_UNEVEN
+        return num_stages <= spec.num_layers and unevenness(spec, num_stages) <= MAX_UNEVENNESS
 
     def _divisors(self) -> list[int]:
         return divisors(self.asked.gpus)
@@ -64,7 +64,9 @@ class Degrees:
                 for size in self._divisors():
                     reasons.setdefault(self.refusal(axis, size) or "", size)
                 reasons.pop(_NO_EXPERTS, None)  # goes without saying
-                yield from (f"{axis} {size}: {reason}" for reason, size in reasons.items() if reason)
+                for reason, size in reasons.items():
+                    if reason:
+                        yield f"{axis} {size}: {reason}"
 
     def refusal(self, axis: Axis, size: int) -> str | None:
         """Return why an open axis may not have this size; None if it may."""
@@ -72,19 +74,30 @@ class Degrees:
             return None
         if self.data_parallel_only:
             return "DeepSpeed and PowerSGD work with data parallelism only"
-        refusals = {"tp": self._tp_refusal, "pp": self._pp_refusal, "cp": self._cp_refusal, "ep": self._ep_refusal}
-        return refusals[axis](size)
+        match axis:
+            case "tp":
+                return self._tp_refusal(size)
+            case "pp":
+                return self._pp_refusal(size)
+            case "cp":
+                return self._cp_refusal(size)
+            case "ep":
+                return self._ep_refusal(size)
 
     def _pp_refusal(self, size: int) -> str | None:
         if self.config.spec.num_layers // size < MIN_LAYERS:
             return f"fewer than {MIN_LAYERS} layers per rank"
-        return None if self.is_even(size) else f"uneven stages, the heaviest over {MOST_UNEVEN} times the mean"
+        if not self.is_even(size):
+            return f"uneven stages, the heaviest over {MAX_UNEVENNESS} times the mean"
+        return None
 
     def _cp_refusal(self, size: int) -> str | None:
         seq_len = self.config.seq_len
         if seq_len // size < MIN_CONTEXT_TOKENS:
             return f"fewer than {MIN_CONTEXT_TOKENS} tokens per rank (sequence length {seq_len})"
-        return f"sequence length {seq_len} is not a multiple of 2 x cp" if seq_len % (2 * size) else None
+        if seq_len % (2 * size):
+            return f"sequence length {seq_len} is not a multiple of 2 x cp"
+        return None
 
     def _ep_refusal(self, size: int) -> str | None:
         moe = self.config.spec.moe
@@ -95,10 +108,13 @@ class Degrees:
     def _tp_refusal(self, size: int) -> str | None:
         if self.node_size % size:
             return f"crosses nodes of {self.node_size}"
-        spec = self.config.spec
-        seq_len = self.config.seq_len
-        divided = spec.divided_by_tp | ({"tokens of a sequence": seq_len} if self.asked.sequence_parallel else {})
-        return next((f"does not divide {count} {what}" for what, count in divided.items() if count % size), None)
+        divided = dict(self.config.spec.divided_by_tp)
+        if self.asked.sequence_parallel:
+            divided["tokens of a sequence"] = self.config.seq_len
+        for what, count in divided.items():
+            if count % size:
+                return f"does not divide {count} {what}"
+        return None
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """Does a plan fit? Its peak against the memory limit, and the least recomputation that makes it fit."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from llama_core.config.run import RecomputeMode, RunConfig
@@ -83,18 +83,18 @@ class Fitting:
         available = tuple(len(layers) for layers in plan.stage_layers(self.config.spec))
         neighbourhoods = _neighbourhoods(plan)
         # stages of one rank share its memory, so they take turns
-        turns = [
-            [stage for turn in range(max(available)) for stage in stages if turn < available[stage]]
-            for stages in neighbourhoods
-        ]
+        turns = [_turns(stages, available) for stages in neighbourhoods]
         brackets = [_Bracket(len(own)) for own in turns]
         while not all(bracket.is_closed for bracket in brackets):
             tried = [bracket.next() for bracket in brackets]
-            peaks = self.peaks(replace(plan, recompute=mode, recomputed_layers=_counted(turns, tried, len(available))))
+            counts = _counted(turns, tried, len(available))
+            peaks = self.peaks(replace(plan, recompute=mode, recomputed_layers=counts))
             for bracket, count, ranks in zip(brackets, tried, neighbourhoods.values(), strict=True):
-                bracket.note(count, max(peaks[rank] for rank in ranks) - limit)
+                fullest = max(peaks[rank] for rank in ranks)
+                bracket.note(count, fullest - limit)
         counts = _counted(turns, [bracket.most for bracket in brackets], len(available))
-        return replace(plan, recompute=mode, recomputed_layers=None if counts == available else counts)
+        everywhere = counts == available
+        return replace(plan, recompute=mode, recomputed_layers=None if everywhere else counts)
 
 
 class _Bracket:
@@ -145,7 +145,17 @@ def _neighbourhoods(plan: ParallelPlan) -> dict[tuple[int, ...], list[int]]:
     return ranks_of
 
 
+def _turns(stages: Iterable[int], available: Sequence[int]) -> list[int]:
+    """Return the order in which stages of a rank recompute one layer more each, as far as they have layers."""
+    turns: list[int] = []
+    for turn in range(max(available)):
+        turns += [stage for stage in stages if turn < available[stage]]
+    return turns
+
+
 def _counted(turns: list[list[int]], taken: list[int], num_stages: int) -> tuple[int, ...]:
     """Return how often each stage occurs among the turns taken."""
-    counts = Counter(stage for own, count in zip(turns, taken, strict=True) for stage in own[:count])
+    counts = Counter[int]()
+    for own, count in zip(turns, taken, strict=True):
+        counts.update(own[:count])
     return tuple(counts[stage] for stage in range(num_stages))

@@ -20,7 +20,7 @@ from llama_core.units import GB, format_bytes
 
 _HALVES_MORE = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of devices to try if nothing fits, in halves of the requested number."""
-MOST_DEVICES = 1024
+MAX_DEVICES = 1024
 """Most devices that ``least_devices`` tries."""
 MIN_SEQ_LEN = 512
 """Shortest sequence to try, in tokens."""
@@ -84,13 +84,14 @@ class Least(NamedTuple):
 def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
     """Return the smallest power of two of devices that ``config`` fits on, with the leanest plan.
 
-    None if it does not fit on ``MOST_DEVICES``.
+    None if it does not fit on ``MAX_DEVICES``.
     """
     gpus = 1
     while _held_between_steps(config) > gpus * FILL_LIMIT * device.usable_bytes:
         gpus *= 2
-    while gpus <= MOST_DEVICES:
-        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": fewest_nodes(gpus, device)})
+    while gpus <= MAX_DEVICES:
+        nodes = fewest_nodes(gpus, device)
+        more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes})
         fitting = Fitting(more, device.usable_bytes)
         with suppress(PlanError):  # this number cannot divide the batch or the model
             plan = leanest_plan(Candidates(more, device), fitting)
@@ -103,22 +104,39 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
 def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
     """Yield the leanest variant of every shape and division of the states, the highest ZeRO stage first."""
     leanest: dict[tuple[Shape, Sharding, int], Variant] = {}
-    for variant in filter(keep, candidates.variants(candidates.offloads()[-1])):
+    most_offload = candidates.offloads()[-1]
+    for variant in filter(keep, candidates.variants(most_offload)):
         key = variant.shape, variant.sharding, variant.ep
         if key not in leanest or _held(candidates, variant) < _held(candidates, leanest[key]):
             leanest[key] = variant
     yield from sorted(leanest.values(), key=lambda variant: -variant.sharding.zero_stage)
 
 
-def _held(candidates: Candidates, variant: Variant) -> tuple[float, ...]:
-    """Return a sort key for memory: microbatch size, copies of a stage, microbatches in flight, deferred gradients."""
-    (schedule, chunks), (_, pp, _, _) = variant.order, variant.shape
-    kind = schedule_type(schedule)
+class _Held(NamedTuple):
+    """What decides, in this order, how much memory a variant takes."""
+
+    microbatch_size: int
+    replicas: int
+    """Copies of a stage."""
+    in_flight: float
+    """Microbatches of which a rank holds the activations."""
+    defers_gradients: bool
+
+
+def _held(candidates: Candidates, variant: Variant) -> _Held:
+    """Return a sort key for memory."""
+    order = variant.order
+    kind = schedule_type(order.schedule)
     count = candidates.num_microbatches(variant.shape, variant.microbatch_size)
-    return variant.microbatch_size, kind.replicas, kind.in_flight(pp, count, chunks), kind.splits_backward
+    in_flight = kind.in_flight(variant.shape.pp, count, order.num_chunks)
+    return _Held(variant.microbatch_size, kind.replicas, in_flight, kind.splits_backward)
 
 
-def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | None) -> NothingFitsError:
+def nothing_fits(
+    candidates: Candidates,
+    fitting: Fitting,
+    device: DeviceSpec | None,
+) -> NothingFitsError:
     """Return the error that says by how much the leanest plan misses and what would fit; each remedy is computed."""
     config = candidates.config
     gpus = candidates.asked.gpus
@@ -130,21 +148,27 @@ def nothing_fits(candidates: Candidates, fitting: Fitting, device: DeviceSpec | 
     terms = f"{_bytes_between_steps(config):.3g} bytes x {trained / GB:.2f}e9 parameters"
     if frozen:
         terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
+    per_device = _held_between_steps(config) / gpus / GB
+    excess = fitting.peak_bytes(leanest) - (fitting.limit or 0)
     message = (
-        f"{config.spec.name} does not fit on parallel.gpus={gpus} x {label}: weights, gradients and moments take "
-        f"{terms} / {gpus} = {_held_between_steps(config) / gpus / GB:.1f} GB per device before activations, and "
-        f"{usable / GB:.1f} GB are usable; the leanest plan ({leanest.summary()}) exceeds {FILL_LIMIT:.0%} of that by "
-        f"{format_bytes(fitting.peak_bytes(leanest) - (fitting.limit or 0))}"
+        f"{config.spec.name} does not fit on parallel.gpus={gpus} x {label}: "
+        f"weights, gradients and moments take {terms} / {gpus} = {per_device:.1f} GB per device "
+        f"before activations, and {usable / GB:.1f} GB are usable; "
+        f"the leanest plan ({leanest.summary()}) exceeds {FILL_LIMIT:.0%} of that by "
+        f"{format_bytes(excess)}"
     )
+    found = "no change that was tried would fit"
     remedies = list(_remedies(config, device, usable))
-    found = f"these would fit: {'; '.join(remedies)}" if remedies else "no change that was tried would fit"
+    if remedies:
+        found = f"these would fit: {'; '.join(remedies)}"
     return NothingFitsError(f"{message}; {found}", leanest)
 
 
 def _frozen_bytes(config: RunConfig) -> int:
     spec = config.spec
     packed = sum(math.prod(spec.parameter_shapes[name]) for name in spec.packed)
-    return itemsize_of(config.training.precision) * (spec.num_frozen_parameters - packed) + nf4.packed_bytes(packed)
+    unpacked = spec.num_frozen_parameters - packed
+    return itemsize_of(config.training.precision) * unpacked + nf4.packed_bytes(packed)
 
 
 def _bytes_between_steps(config: RunConfig) -> float:
@@ -155,7 +179,8 @@ def _bytes_between_steps(config: RunConfig) -> float:
 
 def _held_between_steps(config: RunConfig) -> int:
     """Return the bytes that all devices together hold at least between steps, unless host memory holds a part."""
-    return round(_bytes_between_steps(config) * config.spec.num_trainable_parameters) + _frozen_bytes(config)
+    trained = _bytes_between_steps(config) * config.spec.num_trainable_parameters
+    return round(trained) + _frozen_bytes(config)
 
 
 def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
@@ -168,14 +193,15 @@ def _remedies(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iter
 
 
 def _adapters(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
-    fine_tunes_all = config.strategy == "standard" and (config.training.init_from or config.spec.instruct)
+    is_pretrained = bool(config.training.init_from or config.spec.instruct)
     choices: list[tuple[str, ...]] = []
-    if fine_tunes_all:
+    if config.strategy == "standard" and is_pretrained:
         choices = [("strategy=lora",), ("strategy=lora", "lora.base=nf4")]
     elif config.spec.lora is not None and not config.spec.packed:
         choices = [("lora.base=nf4",)]
     for choice in choices:
-        with suppress(ConfigError):  # not every kind of adapter, nor every model, can have such a base
+        # not every kind of adapter, nor every model, can have such a base
+        with suppress(ConfigError):
             if _fits(config.with_overrides(*choice), device, usable):
                 yield " with ".join(choice)
                 return
@@ -196,20 +222,31 @@ def _more_devices(config: RunConfig, device: DeviceSpec | None, usable: int) -> 
 
 
 def _larger_device(config: RunConfig, device: DeviceSpec) -> Iterator[str]:
-    others = [other for other in map(gpu_spec, gpu_names()) if other.memory_bytes > device.memory_bytes]
-    for other in sorted(others, key=lambda other: other.memory_bytes):
-        if _fits(config, other, other.usable_bytes):
+    for other in sorted(map(gpu_spec, gpu_names()), key=lambda other: other.memory_bytes):
+        is_larger = other.memory_bytes > device.memory_bytes
+        if is_larger and _fits(config, other, other.usable_bytes):
             yield f"launch.gpu_type={other.name} ({other.label})"
             return
 
 
 def _offload(config: RunConfig, device: DeviceSpec | None, usable: int) -> Iterator[str]:
-    if config.parallel.inner.get("tp", 1) * config.parallel.inner.get("pp", 1) * config.parallel.inner.get("cp", 1) > 1:
-        return
-    optimizer = (_bytes_between_steps(config) - FP32_BYTES) * config.spec.num_trainable_parameters
-    for offload, held in (("optimizer", optimizer), ("parameters", _held_between_steps(config))):
+    inner = config.parallel.inner
+    if any(inner.get(axis, 1) > 1 for axis in ("tp", "pp", "cp")):
+        return  # DeepSpeed works with data parallelism only
+    # all but the fp32 weights
+    of_optimizer = _bytes_between_steps(config) - FP32_BYTES
+    held_on_host = {
+        "optimizer": of_optimizer * config.spec.num_trainable_parameters,
+        "parameters": _held_between_steps(config),
+    }
+    for offload, held in held_on_host.items():
         there = held / config.parallel.gpus
-        changes = {"zero_backend": "deepspeed", "offload": offload, "zero_stage": 3, "dp_replicate": 1}
+        changes = {
+            "zero_backend": "deepspeed",
+            "offload": offload,
+            "zero_stage": 3,
+            "dp_replicate": 1,
+        }
         if _fits(_changed(config, parallel=changes), device, usable):
             yield (
                 f"parallel.zero_backend=deepspeed with parallel.offload={offload} "
@@ -229,9 +266,10 @@ def _shorter_sequences(config: RunConfig, device: DeviceSpec | None, usable: int
 
 def _changed(config: RunConfig, **sections: dict[str, Any]) -> RunConfig:
     """Return ``config`` with some keys changed but not validated; a contradiction later makes every plan invalid."""
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=changes) for name, changes in sections.items()}
-    )
+    changed: dict[str, Any] = {}
+    for name, changes in sections.items():
+        changed[name] = getattr(config, name).model_copy(update=changes)
+    return config.model_copy(update=changed)
 
 
 def _fits(config: RunConfig, device: DeviceSpec | None, usable: int) -> bool:

@@ -9,6 +9,7 @@ to take twice as long as its forward; where they do not, a bound is off by a few
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from llama_core.config.run import RecomputeMode
@@ -66,7 +67,12 @@ class Bounds:
         clock: returns the step time of a plan.
     """
 
-    def __init__(self, candidates: Candidates, fitting: Fitting, clock: Callable[[ParallelPlan], StepTime]) -> None:
+    def __init__(
+        self,
+        candidates: Candidates,
+        fitting: Fitting,
+        clock: Callable[[ParallelPlan], StepTime],
+    ) -> None:
         self.candidates = candidates
         self.fitting = fitting
         self.clock = clock
@@ -78,24 +84,33 @@ class Bounds:
         """Return the approximate step time of ``variant``."""
         count = self._count(variant)
         pp = variant.shape.pp
-        once, slowest, others = self._pace(variant, "none")
+        pace = self._pace(variant, "none")
+        slowest = pace.slowest
+        others = pace.others
         if recomputed.share:
             more = self._pace(variant, recomputed.mode)
             slowest += recomputed.share * (more.slowest - slowest)
             others += recomputed.share * (more.others - others)
-        return once + count * slowest + idle_microbatches(variant.order, pp, count) * others
+        # the slowest rank always computes, except in the bubble, while it waits for the others
+        return pace.once + count * slowest + idle_microbatches(variant.order, pp, count) * others
 
     def recomputed(self, variant: Variant) -> Recomputed | None:
         """Return the least recomputation that may be enough; None if recomputing all layers is not."""
         limit = self.fitting.limit
         kept = self._layer(variant).kept
-        held = self._num_layers(variant) * in_flight(variant.order, variant.shape.pp, self._count(variant))
+        num_in_flight = in_flight(variant.order, variant.shape.pp, self._count(variant))
+        held = self._num_layers(variant) * num_in_flight
         states = self._states(variant)
         if limit is None or states + held * kept[self.candidates.recompute] <= limit:
             return Recomputed("none", 0.0)  # none beyond what is asked for
-        for mode in MODES[1:] if self.candidates.adapts_to(variant) else ():
+        if not self.candidates.adapts_to(variant):
+            return None
+        for mode in MODES[1:]:
             if states + held * kept[mode] <= limit:
-                return Recomputed(mode, (states / held + kept["none"] - limit / held) / (kept["none"] - kept[mode]))
+                # every recomputed layer saves as much, so the excess says how many it takes
+                excess = states / held + kept["none"] - limit / held
+                saved = kept["none"] - kept[mode]
+                return Recomputed(mode, excess / saved)
         return None
 
     def _count(self, variant: Variant) -> int:
@@ -109,11 +124,13 @@ class Bounds:
             return spec.num_layers
         sizes = [spec.active_parameters(layer) for layer in range(spec.num_layers)]
         tables = spec.embedding_parameters
-        return max(1.0, ((sum(sizes) + 2 * tables) / pp - tables) / max(sizes) - 1)
+        of_stage = (sum(sizes) + 2 * tables) / pp
+        return max(1.0, (of_stage - tables) / max(sizes) - 1)
 
     def _states(self, variant: Variant) -> float:
         """Return the fewest bytes of states while a rank holds the most microbatches."""
-        shape, (stage, copies) = variant.shape, variant.sharding
+        shape = variant.shape
+        stage = variant.sharding.zero_stage
         if variant.offload != "none":
             return 0.0
         layer = self._layer(variant)
@@ -122,11 +139,14 @@ class Bounds:
             num_layers *= schedule_type(variant.order.schedule).replicas
         own = num_layers * layer.parameters
         shared = num_layers * layer.shared
-        shards = shape.dp // copies * shape.cp if stage else 1
+        shards = shape.dp // variant.sharding.dp_replicate * shape.cp if stage else 1
         lora = self.spec.lora
         gradients = 0.0
-        if self._count(variant) > shape.pp and not lora:  # else there may be none yet when the rank holds the most
-            gradients = FP32_BYTES * (shared / shards if stage > 1 else own)
+        # with fewer microbatches there may be no gradients yet when the rank holds the most
+        has_gradients = self._count(variant) > shape.pp and not lora
+        if has_gradients:
+            num_elements = shared / shards if stage > 1 else own
+            gradients = FP32_BYTES * num_elements
         gathered = 2 * own if stage in {1, 2} else 0
         # frozen weights have no states; adapters are negligible
         states = min(kind.state_bytes for kind in self.candidates.config.optimizer.kinds)
@@ -152,7 +172,7 @@ class Bounds:
                     through += parts["dp"]
             slowest = through * parts["compute"] / computing
             others = (through - slowest) / max(1, variant.shape.pp - 1)
-            # every further microbatch of the forward before the step takes as long as it takes the slowest rank
+            # a further forward before the step takes as long as it does on the slowest rank
             prepared = parts.get("preparation", 0.0) / (clocked + variant.shape.pp - 1)
             once = step.total - through - prepared * clocked
             self._paces[key] = _Pace(once, slowest / clocked + prepared, others)
@@ -163,19 +183,27 @@ class Bounds:
         if alone not in self._layers:
             plan = self.candidates.plan(alone, num_microbatches=1)
             kinds = Counter(Work.of(self.candidates.config, plan).layers)
-            more = plan.fewer_expert_shards - 1  # a parameter that fewer ranks share counts as that many more
+            # a parameter that fewer ranks share counts as that many more
+            more = plan.fewer_expert_shards - 1
 
             def typical(size: Callable[[Passes], float]) -> float:
                 if variant.shape.pp > 1:
                     return min(map(size, kinds))
                 return sum(count * size(kind) for kind, count in kinds.items()) / kinds.total()
 
+            def shared(kind: Passes) -> int:
+                return kind.program.num_held + more * kind.program.num_of_experts
+
             self._layers[alone] = _Layer(
                 parameters=typical(lambda kind: kind.program.num_held),
-                shared=typical(lambda kind: kind.program.num_held + more * kind.program.num_of_experts),
-                kept={mode: typical(lambda kind, mode=mode: kind.kept(mode)) for mode in MODES},  # type: ignore[misc]
+                shared=typical(shared),
+                kept={mode: typical(partial(_kept, mode)) for mode in MODES},
             )
         return self._layers[alone]
+
+
+def _kept(mode: RecomputeMode, layer: Passes) -> int:
+    return layer.kept(mode)
 
 
 def _alone(variant: Variant) -> Variant:
@@ -185,7 +213,10 @@ def _alone(variant: Variant) -> Variant:
 
 def idle_microbatches(order: Order, pp: int, count: int) -> float:
     """Return a pipeline rank's idle time in units of a microbatch's work, if a backward takes two forwards."""
-    return schedule_type(order.schedule).idle(pp, count / pp, order.num_chunks, backward=2) / 3 if pp > 1 else 0.0
+    if pp == 1:
+        return 0.0
+    in_forwards = schedule_type(order.schedule).idle(pp, count / pp, order.num_chunks, backward=2)
+    return in_forwards / 3
 
 
 def in_flight(order: Order, pp: int, count: int) -> float:

@@ -47,7 +47,9 @@ def no_shape(candidates: Candidates) -> PlanError:
     ranks = candidates.asked.most_data_parallel
     size = next((size for size in config.batch_sizes if size % ranks), config.batch_size)
     nearest = -(-size // ranks) * ranks
-    setting = "training.batch_size" if size == config.batch_sizes[0] else "training.batch_ramp: batch_size"
+    setting = "training.batch_size"
+    if size != config.batch_sizes[0]:
+        setting = "training.batch_ramp: batch_size"
     return PlanError(
         f"{setting}={size} cannot be divided among parallel.gpus={candidates.asked.gpus}; "
         f"use {nearest}, a multiple of the {ranks} data-parallel ranks"
@@ -64,22 +66,26 @@ def _of_shape(candidates: Candidates, fitting: Fitting, shape: Shape) -> Paralle
     return in_best_form(plan, fitting)
 
 
-def _with_microbatch(candidates: Candidates, fitting: Fitting, shape: Shape, offload: Offload) -> ParallelPlan:
+def _with_microbatch(
+    candidates: Candidates,
+    fitting: Fitting,
+    shape: Shape,
+    offload: Offload,
+) -> ParallelPlan:
     """Return the plan with the largest microbatch that fits and keeps a pipeline busy, or with the smallest."""
     sizes = candidates.microbatch_sizes(shape)
     legal = [size for size in sizes if candidates.orders(shape, size)]
-    busy = [
-        size
-        for size in legal
-        if shape.pp == 1 or candidates.num_microbatches(shape, size) >= BUSY_MICROBATCHES * shape.pp
-    ]
+    busy = legal
+    if shape.pp > 1:
+        least = BUSY_MICROBATCHES * shape.pp
+        busy = [size for size in legal if candidates.num_microbatches(shape, size) >= least]
     sharding = _sharding(candidates, shape)
     order = _order(candidates, shape)
     ep = candidates.expert_parallel(shape, sharding)[0]  # one, if it is not asked for
-    *larger, smallest = [
-        candidates.plan(Variant(shape, sharding, ep, order, size, offload))
-        for size in busy or legal[-1:] or sizes[-1:]  # building the plan reports what is wrong with the last
-    ]
+    # if none is legal, building the plan reports what is wrong with the last
+    tried = busy or legal[-1:] or sizes[-1:]
+    plans = [candidates.plan(Variant(shape, sharding, ep, order, size, offload)) for size in tried]
+    *larger, smallest = plans
     return next(filter(fitting.fits, larger), smallest)
 
 
@@ -95,7 +101,8 @@ def _order(candidates: Candidates, shape: Shape) -> Order:
     schedule = DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule
     if asked.num_chunks != "auto":
         return Order(schedule, asked.num_chunks)
-    return Order(schedule, DEFAULT_CHUNKS if schedule_type(schedule).takes_chunks and shape.pp > 1 else 1)
+    has_chunks = schedule_type(schedule).takes_chunks and shape.pp > 1
+    return Order(schedule, DEFAULT_CHUNKS if has_chunks else 1)
 
 
 def in_best_form(plan: ParallelPlan, fitting: Fitting) -> ParallelPlan:
@@ -105,8 +112,10 @@ def in_best_form(plan: ParallelPlan, fitting: Fitting) -> ParallelPlan:
     """
     if plan.pp == 1 or plan.num_microbatches <= plan.pp:
         return plan
-    forms = map(schedule_type, schedule_type(plan.schedule).forms)
-    plans = (
-        replace(plan, schedule=form.name) for form in forms if plan.microbatch_size % form.parts_per_microbatch == 0
-    )
-    return next(filter(fitting.fits, plans), plan)
+    for form in map(schedule_type, schedule_type(plan.schedule).forms):
+        if plan.microbatch_size % form.parts_per_microbatch:
+            continue
+        in_form = replace(plan, schedule=form.name)
+        if fitting.fits(in_form):
+            return in_form
+    return plan

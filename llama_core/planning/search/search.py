@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import Offload
@@ -38,6 +39,17 @@ class Option:
     """Peak of the fullest rank."""
 
 
+class _Queued(NamedTuple):
+    """A variant to look at; with equal bounds, the first variant comes first."""
+
+    bound: float
+    """Approximate step time in seconds."""
+    number: int
+    is_close: bool
+    """Whether the bound is from a memory estimate."""
+    variant: Variant
+
+
 class Search:
     """The search for the plan of one request.
 
@@ -48,7 +60,13 @@ class Search:
         offload: what DeepSpeed keeps in host memory.
     """
 
-    def __init__(self, candidates: Candidates, fitting: Fitting, device: DeviceSpec, offload: Offload = "none") -> None:
+    def __init__(
+        self,
+        candidates: Candidates,
+        fitting: Fitting,
+        device: DeviceSpec,
+        offload: Offload = "none",
+    ) -> None:
         self.candidates = candidates
         self.fitting = fitting
         self.device = device
@@ -80,25 +98,38 @@ class Search:
             raise problems[0] if problems else no_shape(self.candidates)
         return bounded
 
-    def fastest(self, keep: Callable[[Variant], bool] = lambda variant: True, close: float = CLOSE) -> Option | None:
+    def fastest(
+        self,
+        keep: Callable[[Variant], bool] = lambda variant: True,
+        close: float = CLOSE,
+    ) -> Option | None:
         """Return the fastest option that fits; None if none does.
 
         Args:
             keep: which variants to look at, by default all.
             close: fraction of its bound that a step takes at least, by assumption.
         """
-        number = itertools.count()  # with equal bounds, the first variant comes first
-        queue = [(bound, next(number), False, variant) for variant, bound in self.bounded.items() if keep(variant)]
+        numbers = itertools.count()
+        queue: list[_Queued] = []
+        for variant, bound in self.bounded.items():
+            if keep(variant):
+                queue.append(_Queued(bound, next(numbers), is_close=False, variant=variant))
         heapq.heapify(queue)
         best: Option | None = None
-        while queue and close * queue[0][0] < (best.step.total if best else math.inf):
-            _, _, is_close, variant = heapq.heappop(queue)
-            if is_close:
-                option = self.option(variant)
-                if option and (best is None or option.step.total < best.step.total):
-                    best = option
-            elif (closer := self.closer(variant)) is not None:
-                heapq.heappush(queue, (closer, next(number), True, variant))
+        best_seconds = math.inf
+        while queue and close * queue[0].bound < best_seconds:
+            first = heapq.heappop(queue)
+            if not first.is_close:
+                closer = self.closer(first.variant)
+                if closer is not None:
+                    # back into the queue: by its closer bound, others may come before it
+                    again = _Queued(closer, next(numbers), is_close=True, variant=first.variant)
+                    heapq.heappush(queue, again)
+                continue
+            option = self.option(first.variant)
+            if option and option.step.total < best_seconds:
+                best = option
+                best_seconds = option.step.total
         return best
 
     def closer(self, variant: Variant) -> float | None:
@@ -119,11 +150,14 @@ class Search:
         peak = 0 if limit is None else self.fitting.glance(plan)
         if limit is None or peak <= limit:
             return Recomputed("none", 0.0)
+        if not self.candidates.adapts_to(variant):
+            return None
         num_layers = -(-self.candidates.config.spec.num_layers // pp)
-        for mode in MODES[1:] if self.candidates.adapts_to(variant) else ():
+        for mode in MODES[1:]:
             least = self.fitting.glance(replace(plan, recompute=mode))
             if least <= limit:
-                return Recomputed(mode, math.ceil((peak - limit) / (peak - least) * num_layers) / num_layers)
+                share = (peak - limit) / (peak - least)
+                return Recomputed(mode, math.ceil(share * num_layers) / num_layers)
         return None
 
     def option(self, variant: Variant) -> Option | None:
@@ -148,8 +182,11 @@ class Search:
             return None
         if candidates.asked.schedule != "auto":
             plan = in_best_form(plan, self.fitting)
-        elif candidates.refusal(schedule_type(plan.schedule), variant.shape, plan.num_microbatches, plan.recompute):
-            return None
+        else:
+            # recomputation makes the backward longer, which may take a schedule's advantage
+            kind = schedule_type(plan.schedule)
+            if candidates.refusal(kind, variant.shape, plan.num_microbatches, plan.recompute):
+                return None
         return Option(variant, plan, self.step(plan), self.fitting.peak_bytes(plan))
 
     def step(self, plan: ParallelPlan) -> StepTime:
