@@ -82,7 +82,9 @@ class Copies:
                 self.replica.register_comm_hook(group, _halve)
             case "powersgd":
                 self._powersgd = powerSGD_hook.PowerSGDState(
-                    group, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START_STEP
+                    group,
+                    matrix_approximation_rank=POWERSGD_RANK,
+                    start_powerSGD_iter=POWERSGD_START_STEP,
                 )
                 self.replica.register_comm_hook(self._powersgd, powerSGD_hook.powerSGD_hook)
 
@@ -96,8 +98,9 @@ class Copies:
     def end_step(self, updated: Tensor) -> None:
         """Drop PowerSGD's unsent errors and next factors after a skipped update; with PowerSGD, wait for the device."""
         if self._powersgd is not None and not updated:
-            for memory in (self._powersgd.error_dict, self._powersgd.p_memory_dict, self._powersgd.q_memory_dict):
-                memory.clear()
+            self._powersgd.error_dict.clear()
+            self._powersgd.p_memory_dict.clear()
+            self._powersgd.q_memory_dict.clear()
 
 
 def _halve(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -118,9 +121,17 @@ class Sharded:
         EnvironmentMismatchError: if the installed torch cannot shard this model.
     """
 
-    def __init__(self, model: Llama, mesh: Mesh, plan: ParallelPlan, *, compute_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        mesh: Mesh,
+        plan: ParallelPlan,
+        *,
+        compute_dtype: torch.dtype,
+    ) -> None:
         _check_torch(model, mesh, plan)
-        weight_dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        weight_dtype = next(trained).dtype
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype,
             reduce_dtype=torch.bfloat16 if plan.gradient_compression == "bf16" else weight_dtype,
@@ -203,7 +214,8 @@ def _units_of_stages(model: Llama, plan: ParallelPlan) -> list[tuple[Unit[Any], 
 def _call_head_as_module(model: Llama, output: nn.Module) -> None:
     """Let the head compute inside a call of ``output``, where ``fully_shard`` gathers its weights."""
     output.forward = model.head
-    model.__dict__["head"] = output.__call__  # assigned, the module itself would be a part of the model twice
+    # assigned as an attribute, the module itself would be a part of the model twice
+    model.__dict__["head"] = output.__call__
 
 
 def _set_prefetches(model: Llama, stages: Sequence[Sequence[Unit[Any]]]) -> None:
@@ -225,7 +237,8 @@ def _set_prefetches(model: Llama, stages: Sequence[Sequence[Unit[Any]]]) -> None
             used: Any = before.parts[0]
             following: Any = after.parts[0]
             used.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([used if before.gathers_in_backward else following])
+            prefetched = used if before.gathers_in_backward else following
+            following.set_modules_to_backward_prefetch([prefetched])
     # a tied embedding is in the root, whose backward begins every stage's
     last_layer = [unit for unit in stages[0] if unit.role == "layer"][-1].parts[0]
     root.set_modules_to_backward_prefetch([last_layer if len(stages) == 1 else root])

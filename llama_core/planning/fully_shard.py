@@ -66,8 +66,10 @@ def units_of(
     """
     units: list[Unit[Part]] = []
     if embedding is not None and not spec.tied_embeddings:
-        # the gradient of a look-up depends on the tokens alone, that of an adapter on its other factor
-        units.append(Unit("embedding", (embedding,), gathers_in_backward=EMBEDDING in spec.adapted_tables))
+        # the gradient of a look-up depends on the tokens alone, that of an adapter on its other
+        # factor
+        is_adapted = EMBEDDING in spec.adapted_tables
+        units.append(Unit("embedding", (embedding,), gathers_in_backward=is_adapted))
     units += [Unit("layer", (layer,)) for layer in layers]
     if not spec.tied_embeddings:
         outer = tuple(part for part in (final_norm, head) if part is not None)

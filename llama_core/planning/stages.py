@@ -35,7 +35,8 @@ def _starts_for_equal_layers(num_layers: int, size: int, tables: list[int]) -> l
     used = list(tables)
     counts = [0] * len(tables)
     for _ in range(num_layers):
-        # first one layer each, then to the lightest stage; of two the later, as earlier ones hold more microbatches
+        # first one layer each, then to the lightest stage; of two the later, as earlier ones hold
+        # more microbatches
         stage = min(range(len(tables)), key=lambda s: (counts[s] > 0, used[s], -s))
         counts[stage] += 1
         used[stage] += size

@@ -167,7 +167,11 @@ def _name_of_peak(before: Computation | None) -> tuple[int, Kind, bool] | None:
     return None if before is None else (before.slot, before.kind, before.situation.is_last)
 
 
-def covering_actions(actions: Sequence[Action], hosting: Hosting, known: Collection[Step] = ()) -> list[Action]:
+def covering_actions(
+    actions: Sequence[Action],
+    hosting: Hosting,
+    known: Collection[Step] = (),
+) -> list[Action]:
     """Return the rank's actions, in order, of enough microbatches to cover every step that is not ``known``.
 
     Start with the first microbatch, and add the microbatches around the first step not yet covered until all are.
@@ -242,7 +246,7 @@ class Change:
         transfers = Counter[Transfer]()
         for change in changes:
             for phase, (num_bytes, where) in change.rises.items():
-                # each change counts from its own start, above that of the first one by the growth so far
+                # each change counts from its own start, after the growth so far
                 height = growth.total() + num_bytes.total()
                 if phase not in rises or height > rises[phase].num_bytes.total():
                     rises[phase] = Rise(_plus(growth, num_bytes), where)

@@ -59,7 +59,10 @@ class Backward:
         gradients = self.gradients
         made_before = self.trained.total - self.stage.num_deferred
         # before the first one; a stage may have deferred none
-        yield self._snapshot(gradients=gradients.held(at, made_before), activations=self.kept.deferred)
+        yield self._snapshot(
+            gradients=gradients.held(at, made_before),
+            activations=self.kept.deferred,
+        )
         for layer in sorted({0, self.last}):
             deferred_above = sum(above.num_deferred for above in self.layers[layer + 1 :])
             made_above = made_before + deferred_above
@@ -155,18 +158,21 @@ class Backward:
         embedding = stage.embedding
         if embedding is None or not gradients.num_in_embedding:
             return
-        # where another stage of the rank has the table as its head, the table is a parameter of that stage
+        # a table that another stage of the rank has as its head is a parameter of that stage
         own = 0 if stage.shares_table else gradients.num_in_embedding
         done = self.trained.total - own - self.stage.num_deferred
         reduced = self.trained.head + self.trained.in_layers
         of_table = gradients.itemsize * gradients.num_in_embedding
         meets_head = stage.tied and stage.is_last
-        waiting_head = of_table if meets_head else 0  # autograd holds it until it adds that of the look-up
+        # autograd holds the head's gradient of the table until it adds that of the look-up
+        waiting_head = of_table if meets_head else 0
         activations = self.kept.shared + self.kept.deferred
         buffer = gradients.reduction_buffer(at, self.trained.layers[0])
         for instant in embedding.frontier("backward", "none"):
             fresh = instant.made + instant.making
-            beside = gradients.itemsize * fresh if stage.shares_table else gradients.made_beside(at, fresh)
+            beside = gradients.made_beside(at, fresh)
+            if stage.shares_table:
+                beside = gradients.itemsize * fresh
             yield self._snapshot(
                 gradients=gradients.held(at, done, min(fresh, own)) + waiting_head + beside,
                 activations=activations + instant.kept,

@@ -51,10 +51,15 @@ def estimate_memory(work: Work, *, pp_rank: int | None = None) -> MemoryProfile:
     return max(ranks, key=lambda profile: profile.peak_bytes)
 
 
-def estimate_ranks(work: Work, *, pp_ranks: Iterable[int] | None = None) -> tuple[MemoryProfile, ...]:
+def estimate_ranks(
+    work: Work,
+    *,
+    pp_ranks: Iterable[int] | None = None,
+) -> tuple[MemoryProfile, ...]:
     """Return ``estimate_memory`` of these ranks of a pipeline, by default of every one, in order."""
     pipeline = _Pipeline(work)
-    return tuple(map(pipeline.profile, range(work.plan.pp) if pp_ranks is None else pp_ranks))
+    wanted = range(work.plan.pp) if pp_ranks is None else pp_ranks
+    return tuple(map(pipeline.profile, wanted))
 
 
 def steady_plan(plan: ParallelPlan) -> ParallelPlan:
@@ -151,7 +156,12 @@ class _Pipeline:
             num_bytes += in_flight * (kept.total + kept.loss) + deferred * kept.deferred
         return num_bytes
 
-    def _fullest_snapshot(self, hosted: Sequence[StageSnapshots], situation: Situation, outside: Held) -> Snapshot:
+    def _fullest_snapshot(
+        self,
+        hosted: Sequence[StageSnapshots],
+        situation: Situation,
+        outside: Held,
+    ) -> Snapshot:
         """Return the snapshot of a rank's action at which it holds most."""
         position = _position_at_work(hosted, situation)
         peak = hosted[situation.slot].peak(situation.kind, position)
@@ -161,8 +171,9 @@ class _Pipeline:
         communication = peak.communication + outside.messages * self.work.stream_bytes
         for slot, stage in enumerate(hosted):
             kept = stage.kept
-            activations += kept.total * outside.in_flight[slot] + kept.deferred * outside.deferred[slot]
-            loss += kept.loss * outside.in_flight[slot]
+            in_flight = outside.in_flight[slot]
+            activations += kept.total * in_flight + kept.deferred * outside.deferred[slot]
+            loss += kept.loss * in_flight
             if slot != situation.slot:
                 other = _position(stage, situation.progress[slot])
                 gradients += stage.gradients.held(other, 0)
@@ -171,7 +182,9 @@ class _Pipeline:
         return Snapshot(gradients, activations, loss, communication, peak.temporaries)
 
 
-def _situations_of(plan: ParallelPlan) -> Callable[..., Sequence[tuple[Situation, Sequence[Moment]]]]:
+def _situations_of(
+    plan: ParallelPlan,
+) -> Callable[..., Sequence[tuple[Situation, Sequence[Moment]]]]:
     """Return the function from ``pp_rank`` to a rank's situations in a step of ``plan``, with their moments."""
     shorter = steady_plan(plan)
     holds_all = plan.pp > 1 and schedule_type(plan.schedule).holds_all
@@ -207,4 +220,8 @@ def _position_at_work(hosted: Sequence[StageSnapshots], situation: Situation) ->
 
 def _position(stage: StageSnapshots, progress: Progress) -> Position:
     """Return the position of a stage that is not at work."""
-    return Position(not progress.has_run, stage.weights.accumulated[progress.accumulated], progress.repeated)
+    return Position(
+        is_first=not progress.has_run,
+        accumulated=stage.weights.accumulated[progress.accumulated],
+        repeated=progress.repeated,
+    )

@@ -48,9 +48,10 @@ class Forward:
         if self.at.head_gathered or not buffers[-1]:
             buffers.pop()
         end = len(buffers) - 1
-        candidates = {1, end}  # if layers stay gathered, the last one finds the most, unless the first unit is large
+        # if layers stay gathered, the last one finds the most, unless the first unit is large
+        candidates = {1, end}
         if gathered.drops:
-            # of equal layers the last one finds the most kept; the head is larger, and comes after it
+            # of equal layers the last one finds the most kept; the head, which is larger, follows
             candidates |= {self.last, self.last + 1}
         for number in sorted(candidates - {0}):
             yield self._snapshot(
@@ -63,7 +64,8 @@ class Forward:
     def _in_layers(self) -> Iterator[Snapshot]:
         """Yield the snapshots in those layers that find the most."""
         kinds = list(zip(self.stage.layers, self.stage.stage.modes, strict=True))
-        # the last layer of every kind, after which most is kept; before the last of all, two layers may be gathered
+        # the last layer of every kind, after which most is kept; before the last of all, two layers
+        # may be gathered
         last_of_kind = {kind: layer for layer, kind in enumerate(kinds)}
         for layer in sorted({*last_of_kind.values(), max(0, self.last - 1)}):
             passes, mode = kinds[layer]
@@ -85,7 +87,14 @@ class Forward:
                 temporaries=self.stage.stream,  # the norm's output is dropped with the last chunk
             )
 
-    def _running(self, passes: Passes, mode: RecomputeMode, *, place: int, below: int) -> Iterator[Snapshot]:
+    def _running(
+        self,
+        passes: Passes,
+        mode: RecomputeMode,
+        *,
+        place: int,
+        below: int,
+    ) -> Iterator[Snapshot]:
         """Yield the snapshots of the forward of a part.
 
         Args:
@@ -102,7 +111,13 @@ class Forward:
             )
 
     def _snapshot(
-        self, *, place: int, activations: int, temporaries: int, loss: int = 0, buffers: int | None = None
+        self,
+        *,
+        place: int,
+        activations: int,
+        temporaries: int,
+        loss: int = 0,
+        buffers: int | None = None,
     ) -> Snapshot:
         """Return a snapshot in a unit, with the usual buffers of gathers or with these."""
         at = self.at

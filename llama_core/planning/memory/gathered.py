@@ -80,7 +80,7 @@ class GatheredWeights:
         if place == self.num_layers:
             if at.head_gathered:
                 own = 0
-            # nothing follows the head; if it needs no gather, the last layer's buffer is still there
+            # nothing follows the head; if that needs no gather, the last layer's buffer is left
             return self.itemsize * (own or self.held.layers[-1])
         if place == self.num_layers - 1 and at.head_gathered:
             following = 0
@@ -123,8 +123,8 @@ class GatheredWeights:
         reached = trained.head
         if not head:
             freed += held.head
-            for of_layer, trained_of_layer in zip(reversed(held.layers), reversed(trained.layers), strict=True):
-                reached += trained_of_layer
+            for of_layer, num_trained in zip(held.layers[::-1], trained.layers[::-1], strict=True):
+                reached += num_trained
                 if reached <= done:
                     freed += of_layer  # with its frozen part
         through_root = trained.head + trained.in_layers + trained.root

@@ -79,7 +79,8 @@ class StageGradients:
         held = max(made, FP32_BYTES * at.accumulated)
         if not self.has_buckets:
             return held
-        # DistributedDataParallel's buckets are there from the start; the final backward moves every gradient into them
+        # DistributedDataParallel's buckets are there from the start; the final backward moves every
+        # gradient into them
         moved = made if at.is_final else 0
         return FP32_BYTES * self.trained.total + held - moved
 
@@ -151,12 +152,13 @@ class StageGradients:
         num_shards = self.num_shards if reduces else 1
         result = int(FP32_BYTES * unit // num_shards)
         if accumulated and not self.shards_often:
-            # accumulate_unsharded_grad_if_needed has added it to the earlier gradient, which is in ``held``
+            # torch has added it to the earlier gradient, which is in ``held``
+            # (accumulate_unsharded_grad_if_needed)
             result = 0
             if reduces:
                 made = 0
-        # when torch's loop over the gradients of a unit has ended (foreach_reduce), it still refers to the last one;
-        # with one shard there is no such loop
+        # when torch's loop over the gradients of a unit has ended (foreach_reduce), it still refers to
+        # the last one; with one shard there is no such loop
         outlives = self.num_shards > 1 or not reduces
         outliving = self.itemsize * largest if outlives else 0
         return max(made, result + outliving)

@@ -28,7 +28,8 @@ class KeptActivations:
         """Bytes of activations that a forward keeps for its backward."""
         self.loss = stage.head.kept() if stage.head else 0
         """Bytes that the loss keeps for its backward."""
-        self._deferred_below = list(accumulate((layer.kept_deferred for layer in layers), initial=0))
+        deferred_by_layer = (layer.kept_deferred for layer in layers)
+        self._deferred_below = list(accumulate(deferred_by_layer, initial=0))
         self.deferred = self._deferred_below[-1]
         """Bytes kept for the weight gradients of a split backward."""
 

@@ -54,8 +54,8 @@ class StageSnapshots(StageBytes):
         for layer in reversed(range(self.last + 1)):
             with_neighbours = tuple(kinds[max(0, layer - 1) : layer + 2])
             alike[with_neighbours].append(layer)
-        # the last but one is the first to find the buffer of a reduction; the second is the last to prefetch another
-        # layer
+        # the last but one is the first to find the buffer of a reduction; the second is the last to
+        # prefetch another layer
         candidates = {0, 1, self.last - 1, self.last}
         for layers in alike.values():
             candidates.update(self._corners(layers))
@@ -77,7 +77,8 @@ class StageSnapshots(StageBytes):
                 made_between, kept_between, _ = hull[-1]
                 rise_to_new = (made_between - made_before) * (kept - kept_before)
                 rise_to_between = (kept_between - kept_before) * (made - made_before)
-                if rise_to_new < rise_to_between:  # the point between lies above the line to the new one
+                # then the point between lies above the line to the new one
+                if rise_to_new < rise_to_between:
                     break
                 hull.pop()
             hull.append((made, kept, layer))

@@ -25,7 +25,13 @@ class Snapshot(NamedTuple):
         return dict(zip(CATEGORIES, self, strict=True))
 
 
-CATEGORIES: tuple[Category, ...] = ("gradients", "activations", "loss", "communication", "temporaries")
+CATEGORIES: tuple[Category, ...] = (
+    "gradients",
+    "activations",
+    "loss",
+    "communication",
+    "temporaries",
+)
 """Those of a ``Snapshot``, in order."""
 
 

@@ -107,7 +107,8 @@ class StageWeights:
     @property
     def updated_in_matrices(self) -> Fraction:
         """Elements of the trained matrices inside layers that a rank updates."""
-        return Fraction(self.stage.num_trained_in_matrices + self._num_again, self.num_frozen_shards)
+        in_matrices = self.stage.num_trained_in_matrices + self._num_again
+        return Fraction(in_matrices, self.num_frozen_shards)
 
     @property
     def frozen(self) -> Fraction:

@@ -26,11 +26,12 @@ def workspace(work: Work, pp_rank: int) -> int:
     ranks_of_stage = plan.world_size // plan.pp
     of_experts = ranks_of_stage // plan.ep  # the others that divide experts have other ones
     most = 0
+    are_narrow = work.itemsize < FP32_BYTES
     for ranks, copies, is_of_experts in (
         (ranks_of_stage, plan.num_copies, False),
         (of_experts, plan.num_expert_copies, True),
     ):
-        owners = _Owners(ranks // copies, copies, work.itemsize < FP32_BYTES)
+        owners = _Owners(ranks // copies, copies, are_narrow)
         shapes = tuple(work.trained_matrices(pp_rank, of_experts=is_of_experts))
         most = max(most, _most(shapes, work.optimizer, owners))
     return work.itemsize * most
@@ -67,10 +68,18 @@ def _most(shapes: Shapes, optimizer: OptimizerType, owners: _Owners) -> int:
     most = 0
     in_rounds = list(_rounds(shapes, optimizer, owners))
     for current, following in zip(in_rounds, [*in_rounds[1:], _Round(0, 0, 0)], strict=True):
-        is_copied = divided or owners.are_narrow
-        computing = (current.arrived if is_copied else 0) + current.computing
-        returning = max(2 * current.arrived if divided else 0, 2 * current.part if owners.num_copies > 1 else 0)
-        on_their_way = following.part // owners.num_copies + following.arrived if divided else 0
+        computing = current.computing
+        if divided or owners.are_narrow:  # else the optimizer reads the gradients themselves
+            computing += current.arrived
+        # a matrix that is sent exists twice: with its owner and in the buffer of all_to_all
+        returning = 0
+        if divided:
+            returning = 2 * current.arrived
+        if owners.num_copies > 1:
+            returning = max(returning, 2 * current.part)
+        on_their_way = 0
+        if divided:
+            on_their_way = following.part // owners.num_copies + following.arrived
         most = max(most, max(computing, returning) + on_their_way)
     return most
 
@@ -86,7 +95,8 @@ def _rounds(shapes: Shapes, optimizer: OptimizerType, owners: _Owners) -> Iterat
         for number in round_:
             of_owners[owner_of[number]][shapes[number]] += 1
         part = sum(sizes[number] for number in round_) // owners.num_shards
-        yield max((_Round(own.total_elements, own.computing, part) for own in map(_Owned, of_owners.values())), key=sum)
+        of_each = [_Owned(counts) for counts in of_owners.values()]
+        yield max((_Round(own.total_elements, own.computing, part) for own in of_each), key=sum)
 
 
 class _Owned:

@@ -72,7 +72,11 @@ def _of_forwards(messages: "Messages", pp_rank: int, forwards: Sequence[Turn]) -
     yield messages.hop.times(sum(turn.is_sent for turn in forwards))
 
 
-def _hosted(messages: "Messages", pp_rank: int, forwards: Sequence[Turn]) -> Iterator[tuple[Stage, int]]:
+def _hosted(
+    messages: "Messages",
+    pp_rank: int,
+    forwards: Sequence[Turn],
+) -> Iterator[tuple[Stage, int]]:
     """Yield the stages of a rank, each with the number of its forwards."""
     num_passes = Counter(turn.action.stage for turn in forwards)
     numbers = messages.plan.layout.stages_of(pp_rank)
@@ -207,7 +211,8 @@ class Messages:
             experts = self._experts(stage)
             forward = [*self.groups(stage), *experts]
             if stage.root and not any(unit.role == "root" for unit in stage.units):
-                # torch's root gathers its own weights before any stage of the rank runs, also one that lacks them
+                # torch's root gathers its own weights before any stage of the rank runs, also one
+                # that lacks them (_root_pre_forward)
                 forward.append(self._group(stage.root))
             for unit, group in zip(stage.units, self.groups(stage), strict=True):
                 # what is not dropped after the forward is still there: see heads_gathered_again
@@ -239,7 +244,8 @@ class Messages:
         """Return the data-parallel transfers made once per step: in the first forward and in the last backward."""
         trained = self.trained(stage)
         if not self.plan.uses_fully_shard:
-            return PassTraffic((), merged([self._copies(sum(group.parameters for group in trained))]))
+            num_parameters = sum(group.parameters for group in trained)
+            return PassTraffic((), merged([self._copies(num_parameters)]))
         gathered: list[Group] = []
         reduced: list[Group] = []
         if not self.resharding.drops_weights:
@@ -250,13 +256,16 @@ class Messages:
         return PassTraffic(merged(map(self._gather, gathered)), merged(in_backward))
 
     def _gather(self, group: Group) -> Traffic:
-        return Traffic("all_gather", "shard", group.num_shards, 1, group.parameters * self.itemsize)
+        num_bytes = group.parameters * self.itemsize
+        return Traffic("all_gather", "shard", group.num_shards, 1, num_bytes)
 
     def _scatter(self, group: Group) -> Traffic:
-        return Traffic("reduce_scatter", "shard", group.num_shards, 1, group.parameters * self.gradient_itemsize)
+        num_bytes = group.parameters * self.gradient_itemsize
+        return Traffic("reduce_scatter", "shard", group.num_shards, 1, num_bytes)
 
     def _average(self, group: Group) -> Traffic:
-        return Traffic("all_reduce", "replicate", group.num_copies, 1, group.sharded * self.gradient_itemsize)
+        num_bytes = group.sharded * self.gradient_itemsize
+        return Traffic("all_reduce", "replicate", group.num_copies, 1, num_bytes)
 
     def _copies(self, num_parameters: int) -> Traffic:
         """Return the averaging of whole gradients in buckets, or of their factors with PowerSGD."""
@@ -295,7 +304,8 @@ class Messages:
             num_elements += sum(partial.values())
         # later, they have been added to those of other microbatches, in fp32
         is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
-        itemsize = self.itemsize if self.plan.uses_fully_shard and is_reduced_as_made else FP32_BYTES
+        are_narrow = self.plan.uses_fully_shard and is_reduced_as_made
+        itemsize = self.itemsize if are_narrow else FP32_BYTES
         return Traffic("all_reduce", "tp", self.plan.tp, count, num_elements * itemsize)
 
     def partial_gradients_per_step(self, pp_rank: int) -> Iterator[Traffic]:
@@ -315,7 +325,9 @@ class Messages:
         if num_replicas > 1:
             num_bytes = FP32_BYTES * self.updated_parameters(pp_rank)
             yield Traffic("all_reduce", "pp", num_replicas, 1, num_bytes)
-        elif self.stages[0].is_tied_apart and any(stage.ends for stage in hosted) and self.spec.trains_table:
+            return
+        trains_tied_table = self.stages[0].is_tied_apart and self.spec.trains_table
+        if trains_tied_table and any(stage.ends for stage in hosted):
             table = self._group(self.work.embedding.program.num_trained)
             yield Traffic("all_reduce", "pp", 2, 1, FP32_BYTES * table.sharded)
 
@@ -327,7 +339,8 @@ class Messages:
         num_bytes = self.work.optimizer.gathered_bytes
         if num_bytes:
             for group in self._trained_on(pp_rank):
-                yield Traffic("all_gather", "shard", group.num_shards, 1, num_bytes * group.parameters)
+                gathered = num_bytes * group.parameters
+                yield Traffic("all_gather", "shard", group.num_shards, 1, gathered)
         if self.work.optimizer.flops is not None:
             yield from self._to_owners_and_back(pp_rank)
 
