@@ -427,7 +427,7 @@ def _unknown_length(data: DataConfig, training: TrainingConfig) -> Iterator[Prob
 
 
 def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[Problem]:
-    """Yield which settings belong to another optimizer or objective than the run's.
+    """Yield which settings belong to another optimizer or objective than the run's, and which the objective lacks.
 
     Args:
         training: the settings.
@@ -450,6 +450,9 @@ def needless_keys(training: TrainingConfig, tuned: Collection[str]) -> Iterator[
                     f" has no effect, because {chosen} {takes}; leave it out",
                     f"training.{setting}",
                 )
+    for key in OBJECTIVES.named(training.objective).required:
+        if getattr(training, key) is None:
+            yield _wrong("training.objective", training.objective, f" needs training.{key}", f"training.{key}")
 
 
 def unfit_for_pairs(data: DataConfig, training: TrainingConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ head's fp32 gradient. Elsewhere, both are computed in blocks that fit a CPU's ca
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,21 +86,51 @@ def linear_cross_entropy(
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3, for the head and its loss in parallel; Chowdhery et al.
     2022, arXiv:2204.02311, section 5, for the loss of log Z.
     """
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+    chunk_tokens = even_chunk(hidden_TD, weight_VD, chunk_tokens)
+    softmax = _softmax(
+        hidden_TD, weight_VD.shape[0], targets_T, ignore_index, dividing(vocab_group), z_loss, chunk_tokens
+    )
+    return linear_loss(hidden_TD, weight_VD, softmax, chunk_tokens, adapter=adapter)
+
+
+class LogitLoss(Protocol):
+    """The losses of all tokens, each a function of its logits alone, made chunk by chunk."""
+
+    losses_T: Tensor
+    """Those of the chunks that were made, in a wide dtype; 0 for an ignored token."""
+
+    @property
+    def ignored_T1(self) -> Tensor | None:  # noqa: N802 - its shape
+        """Return tokens that do not count, whose logits get any finite gradient; None if they get zeros."""
+
+    def differentiate_(self, logits_CV: Tensor, chunk: slice) -> None:
+        """Set the losses of a chunk, and replace its logits by their gradients, times ``gradient_scale``."""
+
+
+def linear_loss(
+    hidden_TD: Tensor, weight_VD: Tensor, loss: LogitLoss, chunk_tokens: int, *, adapter: LowRank | None = None
+) -> Tensor:
+    """Return the sum of any losses of the logits ``hidden_TD @ weight_VD.T``, a scalar; see ``linear_cross_entropy``.
+
+    Args:
+        hidden_TD: the final hidden states.
+        weight_VD: the head, or this rank's rows of it.
+        loss: makes losses and gradients of each chunk of logits.
+        chunk_tokens: tokens whose logits are held at once: ``even_chunk``.
+        adapter: a product to add to the logits.
+    """
+    total: Tensor = _LinearLoss.apply(  # type: ignore[no-untyped-call]
         hidden_TD,
         weight_VD,
         *(adapter or (None, None)),
-        targets_T,
-        ignore_index,
-        z_loss,
-        _even_chunk(hidden_TD, weight_VD, chunk_tokens),
-        _dividing(vocab_group),
+        loss,
+        chunk_tokens,
         torch.is_grad_enabled(),  # inside the function it is always off
     )
-    return loss
+    return total
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes them by position
         ctx: Any,
@@ -108,24 +138,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         narrow_TA: Tensor | None,
         rows_VA: Tensor | None,
-        targets_T: Tensor,
-        ignore_index: int,
-        z_loss: float,
+        loss: LogitLoss,
         chunk_tokens: int,
-        vocab_group: dist.ProcessGroup | None,
         differentiate: bool,
     ) -> Tensor:
         factors = (hidden_TD, weight_VD, narrow_TA, rows_VA)
-        softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, ignore_index, vocab_group, z_loss, chunk_tokens)
-        products = _products(factors, softmax, [differentiate and needs for needs in ctx.needs_input_grad[:4]])
+        needed = [differentiate and needs for needs in ctx.needs_input_grad[:4]]
+        products = _products(factors, loss.ignored_T1, needed)
         for chunk, logits in _chunks_of_logits(products, chunk_tokens):
-            softmax.differentiate_(logits, chunk)
+            loss.differentiate_(logits, chunk)
             for product in products:
                 product.differentiate(logits, chunk)
         ctx.save_for_backward(*(gradient for product in products for gradient in product.gradients()))
         ctx.dtypes = [tensor.dtype for tensor in factors if tensor is not None]
-        ctx.scale = _gradient_scale(hidden_TD.dtype)
-        return softmax.losses_T.sum()
+        ctx.scale = gradient_scale(hidden_TD.dtype)
+        return loss.losses_T.sum()
 
     @staticmethod
     @once_differentiable
@@ -161,13 +188,13 @@ def linear_cross_entropies(
         *(adapter or (None, None)),
         targets_T,
         ignore_index,
-        _even_chunk(hidden_TD, weight_VD, chunk_tokens),
-        _dividing(vocab_group),
+        even_chunk(hidden_TD, weight_VD, chunk_tokens),
+        dividing(vocab_group),
     )
     return losses_T
 
 
-def _even_chunk(hidden_TD: Tensor, weight_VD: Tensor, chunk_tokens: int | None) -> int:
+def even_chunk(hidden_TD: Tensor, weight_VD: Tensor, chunk_tokens: int | None = None) -> int:
     """Return the tokens of a chunk: as many as may be held at most, or fewer if that makes all chunks equal."""
     num_tokens = hidden_TD.shape[0]
     vocab_size, hidden_size = weight_VD.shape
@@ -176,7 +203,8 @@ def _even_chunk(hidden_TD: Tensor, weight_VD: Tensor, chunk_tokens: int | None) 
     return max(1, math.ceil(num_tokens / num_chunks))
 
 
-def _dividing(vocab_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+def dividing(vocab_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the ranks that divide the vocabulary; None if there is only one."""
     return None if vocab_group is None or dist.get_world_size(vocab_group) == 1 else vocab_group
 
 
@@ -197,7 +225,7 @@ class _LinearCrossEntropies(torch.autograd.Function):
         ctx.save_for_backward(*factors, targets_T)
         ctx.options = (ignore_index, vocab_group, 0.0, chunk_tokens)
         softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, *ctx.options)
-        for chunk, logits in _chunks_of_logits(_products(factors, softmax, [False] * 4), chunk_tokens):
+        for chunk, logits in _chunks_of_logits(_products(factors, softmax.ignored_T1, [False] * 4), chunk_tokens):
             softmax.differentiate_(logits, chunk)
         return softmax.losses_T
 
@@ -207,8 +235,8 @@ class _LinearCrossEntropies(torch.autograd.Function):
         *factors, targets_T = ctx.saved_tensors
         hidden_TD, weight_VD, *_ = factors
         softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, *ctx.options)
-        products = _products(factors, softmax, ctx.needs_input_grad[:4])
-        factors_T1 = (upstream_T / _gradient_scale(hidden_TD.dtype))[:, None]
+        products = _products(factors, softmax.ignored_T1, ctx.needs_input_grad[:4])
+        factors_T1 = (upstream_T / gradient_scale(hidden_TD.dtype))[:, None]
         for chunk, logits in _chunks_of_logits(products, ctx.options[-1]):
             softmax.differentiate_(logits, chunk)
             logits.mul_(factors_T1[chunk])
@@ -235,21 +263,33 @@ def _softmax(  # noqa: PLR0917 - as autograd's functions keep them
     """Return what makes losses and the gradients of logits, for the device of the hidden states."""
     if uses_kernels(hidden_TD):
         return _SoftmaxInKernels(targets_T, ignore_index, vocab_group, z_loss)
+    return _SoftmaxInBlocks(
+        targets_T, ignore_index, vocab_group, block_rows(hidden_TD, vocab_size, chunk_tokens), z_loss
+    )
+
+
+def block_rows(hidden_TD: Tensor, vocab_size: int, chunk_tokens: int) -> Tensor:
+    """Return memory for some rows of a chunk's logits in a wide dtype, which ``blocks`` cuts the chunk into, [R, V]."""
     wide = torch.promote_types(hidden_TD.dtype, torch.float32)
-    block_RV = hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
-    return _SoftmaxInBlocks(targets_T, ignore_index, vocab_group, block_RV, z_loss)
+    return hidden_TD.new_empty((math.ceil(chunk_tokens / NUM_BLOCKS), vocab_size), dtype=wide)
 
 
-def _products(
-    factors: Sequence[Tensor | None], softmax: "_SoftmaxInKernels | _SoftmaxInBlocks", needed: Sequence[bool]
-) -> "list[_Product]":
+def _products(factors: Sequence[Tensor | None], ignored_T1: Tensor | None, needed: Sequence[bool]) -> "list[_Product]":
     """Return the products that add up to the logits: of hidden states and head, and of an adapter's factors."""
     pairs = zip(factors[::2], factors[1::2], needed[::2], needed[1::2], strict=True)
     return [
-        _Product(left, right, softmax.ignored_T1, need_left, need_right)
+        _Product(left, right, ignored_T1, need_left, need_right)
         for left, right, need_left, need_right in pairs
         if left is not None and right is not None
     ]
+
+
+def logits_in_chunks(
+    hidden_TD: Tensor, weight_VD: Tensor, chunk_tokens: int, *, adapter: LowRank | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield each chunk of tokens with its logits, without gradients; they may be overwritten, and are gone with it."""
+    products = _products((hidden_TD, weight_VD, *(adapter or (None, None))), None, [False] * 4)
+    yield from _chunks_of_logits(products, chunk_tokens)
 
 
 def _chunks_of_logits(products: "Sequence[_Product]", chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
@@ -310,7 +350,8 @@ class _Product:
         return self._grad_left_TD, self._grad_right_VD
 
 
-def _gradient_scale(dtype: torch.dtype) -> float:
+def gradient_scale(dtype: torch.dtype) -> float:
+    """Return the factor on the gradients of logits in ``dtype``, by which the backward divides."""
     return FP16_GRADIENT_SCALE if dtype == torch.float16 else 1.0
 
 
@@ -338,7 +379,7 @@ class _SoftmaxInKernels:
         """Set the losses of a chunk, and replace its logits by their scaled gradients."""
         targets_C = self._targets_T[chunk]
         losses_C = self.losses_T[chunk]
-        scale = _gradient_scale(logits_CV.dtype)
+        scale = gradient_scale(logits_CV.dtype)
         if self._group is None:
             softmax_of_rows(logits_CV, targets_C, losses_C, self._ignore_index, self._z_loss, scale)
             return
@@ -449,7 +490,7 @@ class _SoftmaxInBlocks:
         losses_C1.masked_fill_(self.ignored_T1[chunk], 0)
 
 
-def _blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:
+def blocks(rows: Tensor, block: Tensor) -> Iterator[slice]:
     """Yield slices that cut ``rows`` into pieces no longer than ``block``."""
     for start in range(0, rows.shape[0], block.shape[0]):
         yield slice(start, min(start + block.shape[0], rows.shape[0]))
@@ -459,8 +500,8 @@ def _losses_and_logit_gradients_(
     logits_CV: Tensor, answers_C1: Tensor, losses_C1: Tensor, block_RV: Tensor, z_loss: float
 ) -> None:
     """Fill ``losses_C1`` and turn the logits into their scaled gradients in place, a wide block of rows at a time."""
-    scale = _gradient_scale(logits_CV.dtype)
-    for rows in _blocks(logits_CV, block_RV):
+    scale = gradient_scale(logits_CV.dtype)
+    for rows in blocks(logits_CV, block_RV):
         answers_R1 = answers_C1[rows]
         wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
         peaks_R1 = wide_RV.amax(-1, keepdim=True)
@@ -486,12 +527,12 @@ def _divided_losses_and_logit_gradients_(
     group: dist.ProcessGroup,
 ) -> None:
     """Do the same as ``_losses_and_logit_gradients_`` with the logits of one rank's part of the vocabulary."""
-    scale = _gradient_scale(logits_CV.dtype)
+    scale = gradient_scale(logits_CV.dtype)
     columns_C1 = answers_C1 % logits_CV.shape[1]
     held_C1 = answers_C1 // logits_CV.shape[1] == dist.get_rank(group)
     part_3C1 = torch.empty((3, *answers_C1.shape), dtype=block_RV.dtype, device=block_RV.device)
     peaks_C1, totals_C1, answer_logits_C1 = part_3C1.unbind()
-    for rows in _blocks(logits_CV, block_RV):
+    for rows in blocks(logits_CV, block_RV):
         wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
         answer_logits_C1[rows] = wide_RV.gather(-1, columns_C1[rows])
         peaks_C1[rows] = wide_RV.amax(-1, keepdim=True)
@@ -503,7 +544,7 @@ def _divided_losses_and_logit_gradients_(
     losses_C1.copy_(logs_C1 - (answer_logits_C1 - peaks_C1))
     factors_C1 = ((peaks_C1 + logs_C1) * (2 * z_loss) + 1) * scale / totals_C1
     answer_gradients_C1 = held_C1.to(block_RV.dtype).mul_(-scale)
-    for rows in _blocks(logits_CV, block_RV):
+    for rows in blocks(logits_CV, block_RV):
         wide_RV = block_RV[: rows.stop - rows.start].copy_(logits_CV[rows])
         wide_RV.sub_(peaks_C1[rows]).exp_().mul_(factors_C1[rows])
         logits_CV[rows] = wide_RV.scatter_add_(-1, columns_C1[rows], answer_gradients_C1[rows])
@@ -530,6 +571,6 @@ def combined(parts_G3C1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _add_product_(sum_VD: Tensor, left_CV: Tensor, right_CD: Tensor, block_RD: Tensor) -> None:
     """Add ``left_CV.T @ right_CD`` to the wide ``sum_VD``, a block of rows in the block's dtype at a time."""
     right_CD = right_CD.to(block_RD.dtype)
-    for rows in _blocks(sum_VD, block_RD):
+    for rows in blocks(sum_VD, block_RD):
         product_RD = block_RD[: rows.stop - rows.start]
         sum_VD[rows].add_(torch.mm(left_CV.t()[rows].to(block_RD.dtype), right_CD, out=product_RD))

@@ -17,6 +17,8 @@ class Reference:
     """How many forwards it takes over each row."""
     name: str = "reference"
     """The model that computes it, in messages."""
+    weights: str = ""
+    """The setting of ``training`` that names its weights; by default they are those that the run begins with."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class ObjectiveType:
     ``linear_cross_entropy``."""
     keys: tuple[str, ...] = ()
     """The settings of ``training`` that it takes."""
+    required: tuple[str, ...] = ()
+    """Those of them that it cannot do without."""
     per_token: tuple[str, ...] = ()
     """The values that batches carry for it beside targets: for each token an fp32 number, or ``sized_by`` says how
     many."""

@@ -40,13 +40,13 @@ def in_blocks(logits, targets, z_loss=0.0):
 
 def in_kernels(logits, targets, z_loss=0.0):
     gradients, losses = logits.clone(), torch.empty(len(logits))
-    loss.softmax_of_rows(gradients, targets, losses, IGNORED, z_loss, loss._gradient_scale(logits.dtype))
+    loss.softmax_of_rows(gradients, targets, losses, IGNORED, z_loss, loss.gradient_scale(logits.dtype))
     return losses, gradients
 
 
 def in_divided_kernels(logits, targets, num_parts, z_loss=0.0):
     """Do the same as ranks that divide the vocabulary, one after the other."""
-    scale, width = loss._gradient_scale(logits.dtype), logits.shape[1] // num_parts
+    scale, width = loss.gradient_scale(logits.dtype), logits.shape[1] // num_parts
     parts = [part.contiguous() for part in logits.split(width, 1)]
     found = torch.full((num_parts, 3, len(logits)), torch.nan)
     for rank, part in enumerate(parts):
