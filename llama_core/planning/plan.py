@@ -88,7 +88,8 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         if self.recomputed_layers is not None:
-            object.__setattr__(self, "recomputed_layers", tuple(self.recomputed_layers))  # JSON has lists
+            as_tuple = tuple(self.recomputed_layers)  # JSON has lists
+            object.__setattr__(self, "recomputed_layers", as_tuple)
         problems = list(self._problems())
         if not problems:
             problems = [*self._exclusions()]
@@ -96,8 +97,8 @@ class ParallelPlan:
             raise PlanError("; ".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        counts = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "num_chunks", "microbatch_size")
-        for name in (*counts, "num_microbatches"):
+        ranks = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
+        for name in (*ranks, "num_chunks", "microbatch_size", "num_microbatches"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} is not at least 1"
         if self.num_microbatches > MOST_MICROBATCHES:
@@ -131,9 +132,10 @@ class ParallelPlan:
         except PlanError:
             yield from self._refusal_of_schedule()
             return
-        if schedule.parts_per_microbatch > 1 and self.microbatch_size % schedule.parts_per_microbatch:
+        num_parts = schedule.parts_per_microbatch
+        if self.microbatch_size % num_parts:
             yield (
-                f"schedule={self.schedule} cuts every microbatch in {schedule.parts_per_microbatch}, but "
+                f"schedule={self.schedule} cuts every microbatch in {num_parts}, but "
                 f"microbatch_size={self.microbatch_size} is odd; use an even one"
             )
         least = schedule_type(self.schedule).min_microbatches
@@ -181,8 +183,8 @@ class ParallelPlan:
             if self.offload != "none":
                 yield f"offload={self.offload} needs zero_backend=deepspeed"
             return
-        others = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp_replicate": self.dp_replicate}
-        for name, size in others.items():
+        for name in ("tp", "pp", "cp", "ep", "dp_replicate"):
+            size = getattr(self, name)
             if size > 1:
                 yield f"zero_backend=deepspeed works with data parallelism only, not with {name}={size}; use native"
         if self.zero_stage == 0:
@@ -285,7 +287,8 @@ class ParallelPlan:
 
     def dp_rank(self, rank: int) -> int:
         """Return the position of a global rank among the ranks that train on different sequences."""
-        return self.coordinate(rank, "dp_replicate") * self.dp_shard + self.coordinate(rank, "dp_shard")
+        copy = self.coordinate(rank, "dp_replicate")
+        return copy * self.dp_shard + self.coordinate(rank, "dp_shard")
 
     @property
     def dp(self) -> int:
@@ -427,7 +430,8 @@ class ParallelPlan:
             if self.dp > 1:
                 why = f"dp_replicate={self.dp_replicate} makes every data-parallel rank a copy"
             yield f"zero_stage={self.zero_stage} shards nothing because {why}; the effective stage is 0"
-        if self.gradient_compression == "bf16" and self.effective_zero_stage == 1 and self.num_microbatches > 1:
+        is_narrow = self.gradient_compression == "bf16"
+        if is_narrow and self.effective_zero_stage == 1 and self.num_microbatches > 1:
             yield "gradient_compression=bf16 at zero_stage=1 also sums microbatches in bf16; zero_stage=2 does not"
         if self.gradient_compression != "none" and self.dp * self.cp == 1:
             yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"
@@ -439,7 +443,11 @@ class ParallelPlan:
 
     def summary(self) -> str:
         """Return the plan in one line."""
-        sizes = [f"{axis} {getattr(self, axis)}" for axis in reversed(AXES) if getattr(self, axis) > 1]
+        sizes: list[str] = []
+        for axis in reversed(AXES):
+            size = getattr(self, axis)
+            if size > 1:
+                sizes.append(f"{axis} {size}")
         ranks = f"{self.world_size} ranks ({' x '.join(sizes)})" if sizes else "1 rank"
         zero = f"ZeRO {self.effective_zero_stage}" if self.effective_zero_stage else ""
         if self.zero_backend == "deepspeed":
@@ -448,12 +456,13 @@ class ParallelPlan:
         experts = f"experts over {self.ep}" if self.ep > 1 else ""
         schedule = self.schedule if self.pp > 1 else ""
         attention = "" if self.attention == "auto" else f"{self.attention} attention"
-        compression = "" if self.gradient_compression == "none" else f"{self.gradient_compression} gradients"
+        compression = ""
+        if self.gradient_compression != "none":
+            compression = f"{self.gradient_compression} gradients"
         recompute = "" if self.recompute == "none" else f"recompute {self.recompute}"
         rows = f"{self.num_microbatches} x {self.microbatch_size} sequences per step and rank"
-        return ", ".join(
-            part for part in (ranks, zero, experts, schedule, rows, recompute, attention, compression) if part
-        )
+        parts = (ranks, zero, experts, schedule, rows, recompute, attention, compression)
+        return ", ".join(filter(None, parts))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as a flat record, with derived sizes for readers."""
@@ -466,4 +475,5 @@ class ParallelPlan:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the plan that ``as_dict`` recorded; derived keys are ignored."""
-        return cls(**{field.name: record[field.name] for field in fields(cls) if field.name in record})
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: record[name] for name in names if name in record})

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import LayerTraits, ModelSpec
+from llama_core.config.run import RecomputeMode
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.planning.fully_shard import Resharding
@@ -51,9 +52,11 @@ class FoldedStage:
     @property
     def watched(self) -> list[int]:
         """The layers that run beside a gap, two on each side."""
-        return [
-            layer for gap in self.gaps for layer in (*range(gap.start - 2, gap.start), *range(gap.stop, gap.stop + 2))
-        ]
+        watched: list[int] = []
+        for gap in self.gaps:
+            watched += range(gap.start - 2, gap.start)
+            watched += range(gap.stop, gap.stop + 2)
+        return watched
 
     def unfolded(self, changes: Sequence[tuple[int | None, Change]]) -> Change | None:
         """Return the change through the whole stage; None if the layers on both sides of a gap differ.
@@ -70,11 +73,13 @@ class FoldedStage:
             gap = self._gap_between(layer, following)
             if gap is None or following is None:
                 continue
-            if _plainly(self._placed(change, layer, 0)) != _plainly(self._placed(next_change, following, 0)):
+            before = self._placed(change, layer, 0)
+            after = self._placed(next_change, following, 0)
+            if _plainly(before) != _plainly(after):
                 return None
-            parts += (
-                self._placed(change, layer, left_out) for left_out in (gap if layer < following else reversed(gap))
-            )
+            # a backward runs the layers in reverse
+            left_out = gap if layer < following else reversed(gap)
+            parts += [self._placed(change, layer, at) for at in left_out]
         return Change.joined(parts)
 
     def _gap_between(self, one: int | None, other: int | None) -> range | None:
@@ -83,8 +88,12 @@ class FoldedStage:
 
     def _placed(self, change: Change, layer: int, at: int) -> Change:
         """Return the change of ``layer`` as if it were layer ``at``, and number the layers around it accordingly."""
-        place = self._places[layer]
-        return change.placed(lambda named: at + self._places[named] - place if named in self._places else named)
+        places = self._places
+
+        def renamed(named: int) -> int:
+            return at + places[named] - places[layer] if named in places else named
+
+        return change.placed(renamed)
 
 
 def _plainly(change: Change) -> tuple[Any, ...]:
@@ -97,10 +106,19 @@ def folded_stage(plan: ParallelPlan, spec: ModelSpec, stage: int) -> FoldedStage
     """Return the layers of ``stage`` that a trace runs."""
     layers = plan.stage_layers(spec)[stage]
     modes = plan.recompute_modes(spec)[stage]
-    kinds = dict(zip(layers, zip(modes, spec.layers[layers.start : layers.stop], strict=True), strict=True))
-    stretches = [list(equal) for _, equal in groupby(layers, key=kinds.__getitem__)]
-    gaps = [range(equal[0] + KEPT_AT_EACH_END, equal[-1] + 1 - KEPT_AT_EACH_END) for equal in stretches]
-    return FoldedStage(layers, [gap for gap in gaps if gap] if _repeats_layers(plan) else [])
+    if not _repeats_layers(plan):
+        return FoldedStage(layers, [])
+    gaps: list[range] = []
+
+    def kind(layer: int) -> tuple[RecomputeMode, LayerTraits]:
+        return modes[layer - layers.start], spec.layers[layer]
+
+    for _, stretch in groupby(layers, key=kind):
+        equal = list(stretch)
+        gap = range(equal[0] + KEPT_AT_EACH_END, equal[-1] + 1 - KEPT_AT_EACH_END)
+        if gap:
+            gaps.append(gap)
+    return FoldedStage(layers, gaps)
 
 
 def _repeats_layers(plan: ParallelPlan) -> bool:
