@@ -8,7 +8,7 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import TrainingInfraError
 from llama_core.imports import importing_torch
-from llama_core.planning.before import forwards_before_run, forwards_before_step
+from llama_core.planning.before import forwards_before_run, forwards_before_step, spec_before_run
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import (
     forward_flops_per_token,
@@ -144,7 +144,9 @@ def _run_seconds(config: RunConfig, plan: ParallelPlan, step_seconds: float, ste
 
 
 def _reference_seconds(config: RunConfig, reference_tokens: float, flops_per_second: float) -> float:
-    flops = reference_tokens * forward_flops_per_token(config.spec, config.seq_len)
+    if not reference_tokens:
+        return 0.0
+    flops = reference_tokens * forward_flops_per_token(spec_before_run(config), config.seq_len)
     return flops / (CPU_SHARE * flops_per_second)
 
 

@@ -12,7 +12,7 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.machine.defaults import resolve_machine_defaults
 from llama_core.machine.detect import Machine, detect_machine
-from llama_core.planning.before import forwards_before_run
+from llama_core.planning.before import bytes_before_run, forwards_before_run
 from llama_core.planning.memory.estimate import estimate_ranks
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.memory.verdict import MemoryEstimate
@@ -23,7 +23,7 @@ from llama_core.planning.search.leanest import NothingFitsError
 from llama_core.planning.time.cost import BILLION, Cost
 from llama_core.planning.time.step_time import StepTime, forward_time_of, step_time_of
 from llama_core.planning.work import Work
-from llama_core.units import GIB
+from llama_core.units import GIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,20 @@ def planned_as(
         host = replace(host, available_where=node[0], available_bytes=node[1])
     ranks = estimate_ranks(Work.of(config, plan))
     fullest = max(ranks, key=lambda profile: profile.peak_bytes)
-    estimate = MemoryEstimate(fullest, label, usable, ranks, refusal, host)
+    estimate = MemoryEstimate(fullest, label, usable, ranks, refusal or _no_room_before(config, plan, usable), host)
     return PlannedRun(config, plan, estimate, (*choices, *_chosen_nodes(config)), choice)
+
+
+def _no_room_before(config: RunConfig, plan: ParallelPlan, usable: int) -> str:
+    """Return why the model whose forward there is before the run does not fit; empty if it does, or there is none."""
+    num_bytes = bytes_before_run(config, plan)
+    if num_bytes <= usable:
+        return ""
+    assert config.objective.reference is not None
+    return (
+        f"before the first step, the {config.objective.reference.name} takes {format_bytes(num_bytes)} per device, "
+        f"more than the {format_bytes(usable)} usable; divide it over more devices, or choose a smaller one"
+    )
 
 
 def _chosen_nodes(config: RunConfig) -> tuple[str, ...]:

@@ -29,7 +29,14 @@ from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.statistics import DataStatistics, write_statistics
 from llama_core.data.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
-from llama_core.errors import ConfigError, DataError, DoesNotFitError, EnvironmentMismatchError, RunDirectoryError
+from llama_core.errors import (
+    ConfigError,
+    DataError,
+    DoesNotFitError,
+    EnvironmentMismatchError,
+    RunDirectoryError,
+    WeightsError,
+)
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.models.bases import record_base, refuse_other_base, refuse_other_base_of
@@ -42,6 +49,7 @@ from llama_core.models.pretrained import (
     resolve_pretrained,
     saved_run,
 )
+from llama_core.planning.before import spec_before_run, weights_before_run
 from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import data_digests, newest_checkpoint, newest_step
@@ -223,6 +231,7 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
         WeightsError: if the weights are missing, incomplete or another model's, or their ``generation_config.json`` is
             damaged.
     """
+    refuse_unfit_teacher(config, run)
     init_from = config.training.init_from
     if init_from is None or not _needs_initial_weights(config, run):
         return []
@@ -235,6 +244,36 @@ def check_initial_weights(config: RunConfig, run: RunDirectory | None = None) ->
     if run is not None and newest_step(run):
         refuse_other_base(run, origin)
     return notes
+
+
+def refuse_unfit_teacher(config: RunConfig, run: RunDirectory | None = None) -> None:
+    """Refuse a model to learn from that is no model, or has another tokenizer or vocabulary than the run.
+
+    A run with a checkpoint no longer needs it.
+
+    Raises:
+        WeightsError: if its weights are missing, incomplete or another model's.
+        ConfigError: if its tokens are others.
+    """
+    name = weights_before_run(config)
+    if name is None or (run is not None and newest_step(run)):
+        return
+    source = Path(resolve_pretrained(name))
+    if not settings_of_weights(str(source)):
+        raise WeightsError(f"training.teacher={name} holds no model; name a Hugging Face folder, or a run")
+    spec = spec_before_run(config)
+    check_pretrained(spec, source)
+    if spec.vocab_size != config.spec.vocab_size:
+        raise ConfigError(
+            f"training.teacher={name} has a vocabulary of {spec.vocab_size:,} tokens and {config.spec.name} one of "
+            f"{config.spec.vocab_size:,}; choose a teacher with the same tokenizer"
+        )
+    tokenizers = _own_and_brought(config, source)
+    if tokenizers is not None and (found := difference(*tokenizers)):
+        raise ConfigError(
+            f"training.teacher={name} has learnt with another tokenizer than data.tokenizer={config.data.tokenizer}: "
+            f"{found}; choose a teacher with the same one"
+        )
 
 
 def other_tokenizer(config: RunConfig, run: RunDirectory | None = None) -> list[str]:
@@ -382,12 +421,14 @@ def _check_evaluating_devices(config: RunConfig) -> None:
 def _seen_from_anywhere(config: RunConfig) -> RunConfig:
     """Return ``config`` with absolute paths: workers start, and runs are resumed, in other directories."""
     init_from = config.training.init_from
-    if init_from is None:
-        training = {}
-    elif config.launch.is_here:
-        training = {"init_from": resolve_intact(init_from, partial(say, "warning"))}
-    else:  # the ranks read it, side by side, and refuse it if it is damaged
-        training = {"init_from": resolve_pretrained(init_from)}
+    training: dict[str, object] = {}
+    if init_from is not None and config.launch.is_here:
+        training["init_from"] = resolve_intact(init_from, partial(say, "warning"))
+    elif init_from is not None:  # the ranks read it, side by side, and refuse it if it is damaged
+        training["init_from"] = resolve_pretrained(init_from)
+    teacher = weights_before_run(config)
+    if teacher is not None:
+        training["teacher"] = resolve_pretrained(teacher)
     data = data_from_anywhere(config.data).model_dump(include=_PATHS)
     asked = config.evaluation
     folder = None if asked.include_path is None else absolute(asked.include_path)

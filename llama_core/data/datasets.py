@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.records.data_changes import DataChange
+from llama_core.units import format_bytes
+
+FP32_BYTES = 4
 
 logger = logging.getLogger(__name__)
 
@@ -303,6 +307,10 @@ def load_datasets(
         num_rows = sum(len(rows) for rows in (*in_all_lengths.values(), *validation.values()))
         num_rows *= objective.reference.num_forwards
         note = f"before the first step, the {objective.reference.name} takes a forward over {num_rows:,} sequences"
+        if objective.reference.weights:
+            shapes = [rows.reference_shape for rows in (*in_all_lengths.values(), *validation.values())]
+            num_bytes = FP32_BYTES * sum(map(prod, shapes))
+            note += f", and what it makes of them takes {format_bytes(num_bytes)} in the run's directory"
         statistics = replace(statistics, notes=(*statistics.notes, note))
     about = import_module(objective.records.built_in).about(list(train.values()))
     statistics = replace(statistics, notes=(*statistics.notes, *about))

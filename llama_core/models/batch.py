@@ -133,6 +133,13 @@ class Batch:
         return replace(self.each_token(lambda tensor: tensor[rows]), documents=None, before=before)
 
 
+def at_places(values: "Tensor", places_BS: "Tensor") -> "Tensor":
+    """Return the values in some places of each row, [B, S] or [B, S, N], of those of all its tokens."""
+    import torch
+
+    return torch.take_along_dim(values, places_BS.view(*places_BS.shape, *[1] * (values.ndim - 2)), dim=1)
+
+
 def with_places(batch: Batch) -> Batch:
     """Return the batch with each token's place in its row, under ``PLACE``."""
     import torch

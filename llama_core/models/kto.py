@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llama_core.config.settings import TrainingConfig
-from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.models.batch import IGNORE_INDEX, Batch, at_places
 from llama_core.models.head import HeadInputs
 from llama_core.models.preferences import Answers, Outcome, PreferenceObjective, answer_log_probabilities, first_tokens
 from llama_core.objectives.preferences import KTO, MISMATCH, REFERENCE
@@ -136,7 +136,7 @@ def mismatched(batch: Batch) -> Batch:
     inputs_BS, targets_BS, positions_BS, are_other_BS = (
         torch.from_numpy(np.stack(part)) for part in zip(*orders, strict=True)
     )
-    moved = batch.each_token(lambda values_BS: values_BS.gather(1, targets_BS))
+    moved = batch.each_token(lambda values: at_places(values, targets_BS))
     return replace(
         moved,
         tokens_BS=batch.tokens_BS.gather(1, inputs_BS),

@@ -17,6 +17,8 @@ class Reference:
     """How many forwards it takes over each row."""
     name: str = "reference"
     """The model that computes it, in messages."""
+    lost: str = "the reference is the model of step 0, which this run no longer has"
+    """Why a run that goes on does not compute it again, as a clause."""
     weights: str = ""
     """The setting of ``training`` that names its weights; by default they are those that the run begins with."""
 

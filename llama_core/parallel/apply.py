@@ -104,7 +104,8 @@ class ParallelModel:
         if self.mesh is not None and self.plan.averages_in_buckets:
             mark_copies(self.model, self.mesh.weights.get_group("replicate"))
         # DDP's reducer needs real ranks; its buckets are the gradients themselves, so memory is the same without it
-        if self.mesh is not None and self.plan.averages_in_buckets and dist.get_backend() != "fake":
+        is_trained = any(parameter.requires_grad for parameter in self.model.parameters())  # not a teacher
+        if self.mesh is not None and self.plan.averages_in_buckets and is_trained and dist.get_backend() != "fake":
             return Copies(self.model, self.mesh.weights.get_group("replicate"), self.plan)
         return Alone(self.model)
 

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce
 
 from llama_core.errors import PlanError
-from llama_core.models.batch import Batch, Documents
+from llama_core.models.batch import Batch, Documents, at_places
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
 from llama_core.models.llama import Llama
@@ -73,12 +73,7 @@ def shard_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:
     num_rows, row_length = batch.tokens_BS.shape
     chunks = DocumentChunks(batch.documents.starts, num_rows, row_length, 2 * cp_size)
     held_BS = shard_sequence(chunks.order, cp_rank, cp_size)
-    return batch.each_token(lambda x: _taken(x, held_BS))
-
-
-def _taken(x: Tensor, places_BS: Tensor) -> Tensor:
-    """Return the tokens in some places of each row of ``x``, [B, L] or [B, L, N]."""
-    return torch.take_along_dim(x, places_BS.view(*places_BS.shape, *[1] * (x.ndim - 2)), dim=1)
+    return batch.each_token(lambda x: at_places(x, held_BS))
 
 
 def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:

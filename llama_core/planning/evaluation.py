@@ -74,6 +74,11 @@ def _bytes_of_stage(spec: ModelSpec, tp: int, layers: range, itemsize: int, forw
     return _weight_bytes(spec, tp, layers, itemsize) + passing + cache
 
 
+def passing_width(spec: ModelSpec, tp: int) -> int:
+    """Return the most numbers that a forward which keeps nothing holds of a token, inside a block."""
+    return _STREAMS * spec.hidden_size + _widest(spec) // tp
+
+
 def _widest(spec: ModelSpec) -> int:
     """Return the most numbers that a block holds of a token: in attention, or in the feed-forward network."""
     attention = 4 * spec.q_size + 2 * spec.kv_size  # with keys and values repeated for every query head

@@ -12,23 +12,49 @@ from contextlib import ExitStack
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from llama_core.data.datasets import Datasets, validation_batches
 from llama_core.data.packing import PackedDataset
 from llama_core.errors import DataError, RunDirectoryError
-from llama_core.models.batch import Batch
+from llama_core.models.batch import Batch, with_places
+from llama_core.models.objective import Objective, ReferringObjective
 from llama_core.objectives.traits import ObjectiveType, Reference
+from llama_core.parallel.prepared import MeasureRows
 from llama_core.parallel.ranks import first_complaint, is_first_rank, own_rank, wait_for_all
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.references import mapped_reference, read_reference, writing_reference
+from llama_core.training.inputs import StepInputs
 from llama_core.units import format_duration
 
 logger = logging.getLogger(__name__)
 
+StopBefore = Callable[[str], None]
 Measure = Callable[[Batch], npt.NDArray[np.float32]]
 """Returns what the reference makes of the rows of a batch of every rank, by each of its forwards: of the rows of all
 ranks, in turns, [rows, values, forwards]."""
+
+
+def measured(
+    batch: Batch, objective: Objective, measure_rows: MeasureRows, *, inputs: StepInputs, stop_before: StopBefore
+) -> npt.NDArray[np.float32]:
+    """Return the values of the rows of all ranks, in turns, and those of the rows before them.
+
+    Args:
+        batch: this rank's rows.
+        objective: says what is measured.
+        measure_rows: measures rows under the weights of the reference.
+        inputs: cuts the batch into microbatches.
+        stop_before: ends the run instead, if it is asked to.
+    """
+    assert isinstance(objective, ReferringObjective), "its row has a reference"
+    stop_before("the reference was computed")
+    pieces = inputs.on_device(with_places(batch))
+    before = [piece.before for piece in pieces if piece.before is not None]
+    num_values = objective.num_referred(batch.tokens_BS.shape[1])
+    values = [measure_rows(objective.of_reference, num_values, rows) for rows in (pieces, before) if rows]
+    return torch.stack(values, dim=-1).float().cpu().numpy()
 
 
 def _forget(content: bytes) -> None:
@@ -52,6 +78,8 @@ class References:
         self.weights = weights
         self.reference = reference
         self.rows = rows
+        self.are_there = False
+        """Whether the rows have their values."""
 
     @classmethod
     def of(cls, run: RunDirectory, weights: str, objective: ObjectiveType, datasets: Datasets) -> "References | None":
@@ -107,10 +135,7 @@ class References:
             except RunDirectoryError as error:
                 problem = str(error)
         if problem := first_complaint(problem):
-            raise DataError(
-                f"{problem}; the reference is the model of step 0, which this run no longer has: restore the file and "
-                "the data, or start a new run"
-            )
+            raise DataError(f"{problem}; {self.reference.lost}: restore the file and the data, or start a new run")
         self._give()
 
     def _check(self) -> None:
@@ -133,6 +158,7 @@ class References:
     def _give(self) -> None:
         for name, values in mapped_reference(self.run, self._shapes).items():
             self.rows[name].set_references(values)
+        self.are_there = True
 
     def _computed(self, rows: PackedDataset, plan: ParallelPlan, measure: Measure) -> Iterator[npt.NDArray[np.float32]]:
         """Yield the entries of each row, [entries, numbers]."""

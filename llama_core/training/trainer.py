@@ -55,6 +55,7 @@ from llama_core.training.rates import learning_rate
 from llama_core.training.reference import References
 from llama_core.training.reports import Reports, in_words
 from llama_core.training.step import StepUnderWay, ValuesUnderWay
+from llama_core.training.teacher import refer_to_teacher
 from llama_core.training.timing import TimedSteps
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class Trainer:
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self.memory_process_bytes = self.meter.resident()
+        refer_to_teacher(references, config, plan, self.device, stop=self.stop, activity=self.activity)
         self.activity.tell("building the model")
         activate_flash_attention(config, self.device)
         self.engine = build_engine(config, plan, self.device)

@@ -177,13 +177,16 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
 def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
     """Return the bytes of a rank's rows, besides those that a step on the CPU computes on."""
     rows = -(-config.batch_size // plan.dp)
-    step = TOKEN_BYTES * config.seq_len * rows
+    numbers = sum(config.objective.values_per_token.values())
+    step = (TOKEN_BYTES + FP32_BYTES * numbers) * config.seq_len * rows
     read = 2 * step  # row by row, then stacked
     others = 1 + forwards_before_step(config.objective)  # and the rows that are measured before
     step *= others
     if on_cuda:
-        blocks = others * 3 * -(-rows // plan.rows_per_forward)
-        return read + blocks * _pinned(TOKEN_BYTES // 3 * config.seq_len * plan.rows_per_forward)
+        num_forwards = others * -(-rows // plan.rows_per_forward)
+        tokens = config.seq_len * plan.rows_per_forward
+        values = [_pinned(FP32_BYTES * number * tokens) for number in config.objective.values_per_token.values()]
+        return read + num_forwards * (3 * _pinned(TOKEN_BYTES // 3 * tokens) + sum(values))
     return read + STEPS_AHEAD * step if config.data.num_workers else step
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RecomputeMode, RunConfig
+from llama_core.planning.before import spec_before_run
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import node_size
 from llama_core.planning.time.parts import Part, StepParts
@@ -176,8 +177,12 @@ def forward_time(work: Work, device: DeviceSpec, tokens: float) -> float:
 
 
 def forward_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec, tokens: float) -> float:
-    """Return the seconds of one forward over ``tokens`` for a resolved ``config`` on its nodes of ``device``."""
-    return forward_time(Work.of(config, plan), _on_its_nodes(config, device), tokens)
+    """Return the seconds of a forward over ``tokens`` before a run, on its nodes of ``device``.
+
+    It is a forward of the model that a resolved ``config`` trains, or of its teacher.
+    """
+    work = replace(Work.of(config, plan), spec=spec_before_run(config))
+    return forward_time(work, _on_its_nodes(config, device), tokens)
 
 
 def _on_its_nodes(config: RunConfig, device: DeviceSpec) -> DeviceSpec:

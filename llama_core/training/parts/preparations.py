@@ -1,20 +1,14 @@
 """What is done once before the first step: compiling the blocks, and computing the reference of an objective."""
 
-from functools import partial
-
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from llama_core.models.batch import Batch, with_places
-from llama_core.models.objective import Objective, ReferringObjective
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import Engine, NativeEngine, evaluating
 from llama_core.training.inputs import StepInputs
 from llama_core.training.parts.activity import ActivityLog
 from llama_core.training.parts.part import LoopPart, RunProgress
 from llama_core.training.parts.stop import StopRequest
-from llama_core.training.reference import References
+from llama_core.training.reference import References, measured
 
 
 class CompiledBlocks(LoopPart):
@@ -97,24 +91,20 @@ class ReferenceModel(LoopPart):
             DataError: if a run that goes on has them no longer.
             StoppedError: if the run is asked to stop.
         """
-        if self.references is None:
+        if self.references is None or self.references.are_there:  # a teacher has computed them
             return
-        if self._progress.step > 0:
+        if self._progress.step > 0 or self.references.reference.weights:
             self.references.read()
             return
         self._activity.tell("computing the log-probabilities under the reference")
         with evaluating(self._engine):
-            measure = partial(self._measured, self._engine.model.objective)
-            self.references.compute(self._plan, measure)
-
-    def _measured(self, objective: Objective, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return the values of the rows of all ranks, in turns, and those of the rows before them."""
-        assert isinstance(objective, ReferringObjective), "its row has a reference"
-        self._stop.stop_before("the reference was computed")
-        pieces = self._inputs.on_device(with_places(batch))
-        before = [piece.before for piece in pieces if piece.before is not None]
-        num_values = objective.num_referred(batch.tokens_BS.shape[1])
-        values = [
-            self._engine.measure_rows(objective.of_reference, num_values, rows) for rows in (pieces, before) if rows
-        ]
-        return torch.stack(values, dim=-1).float().cpu().numpy()
+            self.references.compute(
+                self._plan,
+                lambda batch: measured(
+                    batch,
+                    self._engine.model.objective,
+                    self._engine.measure_rows,
+                    inputs=self._inputs,
+                    stop_before=self._stop.stop_before,
+                ),
+            )
