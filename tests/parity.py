@@ -26,6 +26,7 @@ from llama_core.training.optimizer import build_optimizer
 
 NUM_STEPS = 2
 SEQ_LEN = 16
+NUM_TOP = 5
 UNTIED = replace(
     model_spec("llama3_8b"),
     name="test",
@@ -132,7 +133,16 @@ def make_batch(step, batch_size, *, documents):
     answer = number_answers(positions if documents else index.expand_as(targets), targets)
     reference = -5 * torch.rand(targets.shape, generator=generator) * (answer < 0)
     values = {"mask": mask, "answer": answer, "reference": reference, "mismatch": 8 * reference}
+    values |= teacher_values(targets, generator)
     return Batch(tokens[:, :-1].contiguous(), targets, positions if documents else None, per_token=values)
+
+
+def teacher_values(targets, generator):
+    """Return what a teacher with drawn logits says of each token."""
+    logs = torch.randn((*targets.shape, UNTIED.vocab_size), generator=generator).mul(2).log_softmax(-1)
+    tops, tokens = logs.topk(NUM_TOP)
+    rest = logs.scatter(-1, tokens, -torch.inf).logsumexp(-1)
+    return {"teacher_tokens": tokens.float(), "teacher_log_probabilities": tops, "teacher_rest": rest}
 
 
 def number_answers(positions, targets):

@@ -57,6 +57,10 @@ def misfits(spec: ModelSpec, training: TrainingConfig, parallel: ParallelConfig)
             "architecture.max_context",
             "architecture.rope_scaling",
         )
+    top_k = training.distill_top_k
+    if top_k >= spec.vocab_size and "distill_top_k" in OBJECTIVES.named(training.objective).keys:
+        text = f" leaves no other token of the {spec.vocab_size:,} of {spec.name}; use fewer"
+        yield _wrong("training.distill_top_k", top_k, text, *_NAMED)
     if spec.num_layers > MOST_LAYERS:
         yield _wrong("architecture.num_layers", spec.num_layers, f" is above {MOST_LAYERS}", *_LAYERS)
     pp = parallel.pp

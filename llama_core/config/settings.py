@@ -381,6 +381,12 @@ class TrainingConfig(Section):
     """Factor on the loss of good answers, for kto."""
     undesirable_weight: Annotated[float, Key(changes="learning")] = Field(1.0, gt=0)
     """Factor on the loss of bad answers, for kto."""
+    teacher: Annotated[str | None, Key(changes="held-out")] = None
+    """The model that distill learns from: a Hugging Face folder, or a run directory, with the run's own tokenizer."""
+    distill_top_k: Annotated[int, Key(changes="held-out")] = Field(32, ge=1)
+    """How many of the teacher's most probable tokens distill compares with, for each target."""
+    distill_weight: Annotated[float, Key(changes="held-out")] = Field(0.5, ge=0, le=1)
+    """How much the divergence from the teacher counts in distill; the next token has the rest."""
     learning_rate: Annotated[float, LEARNING] = Field(3e-4, gt=0)
     """Peak learning rate; default: 3e-4, for adapters 2e-4, for a whole model with init_from 2e-5."""
     parametrization: Annotated[Parametrization, Key(changes="learning")] = "standard"

@@ -71,10 +71,11 @@ def test_what_an_objective_reads_of_each_token_is_in_the_bytes_of_a_batch(kind):
     training = {"seq_len": 64, "batch_size": 2}
     plain, work = (
         Work.of(RunConfig.from_mapping({"model": "tiny_llama3_50m", "training": training | more}), plan)
-        for more in ({}, {"objective": kind.name})
+        for more in ({}, {"objective": kind.name} | dict.fromkeys(kind.required, "/there"))
     )
     rows = 2 if kind.prepares else 1  # of the step, and before it
-    assert work.batch_bytes == rows * (plain.batch_bytes + 4 * len(kind.per_token) * 2 * 64)
+    numbers = sum(kind.with_settings(TrainingConfig()).values_per_token.values())
+    assert work.batch_bytes == rows * (plain.batch_bytes + 4 * numbers * 2 * 64)
 
 
 def test_the_default_is_the_next_token():

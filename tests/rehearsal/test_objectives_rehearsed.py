@@ -10,6 +10,7 @@ from toy_objective import MASKED
 from weighted_objective import WEIGHTED
 
 from llama_core.config.run import RunConfig
+from llama_core.objectives.distill import DISTILL
 from llama_core.objectives.preferences import DPO, KTO, SIMPO
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.planning.memory.estimate import estimate_memory
@@ -29,7 +30,7 @@ PLANS = {
     "tp2": ParallelPlan(tp=2, num_microbatches=2),
     "tp2 pp2": ParallelPlan(tp=2, pp=2, num_microbatches=4),
 }
-KINDS = (MASKED, WEIGHTED, DPO, SIMPO, KTO)
+KINDS = (MASKED, WEIGHTED, DPO, SIMPO, KTO, DISTILL)
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +41,12 @@ def toys(monkeypatch):
 
 def request(objective, plan):
     training = {"objective": objective, "precision": "bf16", "seq_len": 256, "batch_size": plan.batch_size}
+    training |= dict.fromkeys(OBJECTIVES[objective].required, "/there")
     model = {"model": "tiny_llama3_50m", "architecture": {"num_layers": 4}}
     return RunConfig.from_mapping(model | {"training": training})
 
 
-@pytest.mark.parametrize("kind", cases({kind.name: kind for kind in KINDS}, narrow={"dpo", "kto"}))
+@pytest.mark.parametrize("kind", cases({kind.name: kind for kind in KINDS}, narrow={"dpo", "kto", "distill"}))
 @pytest.mark.parametrize("plan", cases(PLANS, narrow={"tp2 pp2"}))
 def test_the_estimates_of_an_objective_are_what_its_rehearsal_counts(plan, kind):
     config = request(kind.name, plan)
