@@ -11,9 +11,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.bench import Bench, Row
+from llama_core.attention import DocumentAttention
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import RunConfig
-from llama_core.planning.kernels import DocumentAttention
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import StageCompute
 from llama_core.planning.work import Work

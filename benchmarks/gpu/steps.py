@@ -15,10 +15,10 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.parity import packed_positions
 from benchmarks.gpu.parts import kernel_rows, part_rows, profiled
 from benchmarks.gpu.shapes import llama3
+from llama_core.attention import DocumentAttention
 from llama_core.config.hardware import DeviceSpec, recognise_gpu
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch, ones_per_token
-from llama_core.planning.kernels import DocumentAttention
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import flops_per_token

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from llama_core.adapters.registry import ADAPTERS
+from llama_core.attention import AttentionNeeds
 from llama_core.config import nf4
 from llama_core.config.model_types import LLAMA, NO_TRAITS, STATED_BY_ALL, ModelType, nearest_type
 from llama_core.config.rope import Llama3Scaling, RopeScaling
@@ -169,8 +170,8 @@ class LayerTraits(NamedTuple):
     """Matrices with an adapter; they are frozen."""
     trained: frozenset[str]
     """Matrices, norms and biases trained in full. Experts stand for the feed-forward's matrices, and have a router besides."""
-    window: int = 0
-    """Tokens that a query sees, itself included; 0 for all earlier ones."""
+    attention: AttentionNeeds
+    """What its attention has to compute."""
 
 
 class BaseShape(NamedTuple):
@@ -412,7 +413,7 @@ class ModelSpec:
         for layer in range(self.num_layers):
             sparse = self.has_experts(layer)
             whole = trained[layer] | frozenset(FEED_FORWARD_MATRICES if sparse else ())
-            traits = LayerTraits(sparse, adapted[layer], whole, self.window(layer))
+            traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer))
             found.append(seen.setdefault(traits, traits))
         return tuple(found)
 
@@ -467,6 +468,15 @@ class ModelSpec:
     def window(self, layer: int) -> int:
         """Return how many tokens a query of a layer sees, itself included; 0 for all earlier ones."""
         return self.sliding_window if not self.windowed_layers or layer in self.windowed_layers else 0
+
+    def attention(self, layer: int) -> AttentionNeeds:
+        """Return what attention of a layer has to compute, over rows of one document each."""
+        return AttentionNeeds(self.num_heads, self.num_kv_heads, self.head_dim, self.window(layer))
+
+    @cached_property
+    def attentions(self) -> frozenset[AttentionNeeds]:
+        """What attention of all layers has to compute."""
+        return frozenset(map(self.attention, range(self.num_layers)))
 
     def active_parameters(self, layer: int) -> int:
         """Return the parameters of a layer that one token uses, without adapters."""

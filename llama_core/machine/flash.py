@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from llama_core.attention import chosen_kernel
 from llama_core.config.run import RunConfig
 from llama_core.machine.detect import compute_capability
 
@@ -57,9 +58,13 @@ def wants_flash_attention(config: RunConfig) -> bool:
 
     Deterministic runs keep torch's own kernels, whose determinism torch tests.
     """
-    has_flash = config.launch.device != "cpu" and config.training.precision != "fp32"
-    replaceable = config.parallel.attention == "auto" and not config.training.deterministic
-    return has_flash and replaceable and config.spec.head_dim <= LARGEST_HEAD
+    device = config.launch.device
+    is_narrow = config.training.precision != "fp32"
+    if device == "cpu" or not is_narrow or config.training.deterministic:
+        return False
+    needs = config.spec.attentions
+    kernel = chosen_kernel(needs, device=device, is_narrow=is_narrow, asked=config.parallel.attention)
+    return not kernel.holds_scores and all(layer.head_dim <= LARGEST_HEAD for layer in needs)
 
 
 def describe_flash_attention(config: RunConfig | None) -> str:

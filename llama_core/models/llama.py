@@ -136,7 +136,7 @@ class Llama(nn.Module):
         documents = None if batch is None else batch.documents
         places_BS = index_S[None] if positions_BS is None else positions_BS
         rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
-        windows = [self.spec.window(index) for index in layers]
+        windows = [self.spec.attention(index).window for index in layers]
         masks = {
             window: self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, window)
             for window in dict.fromkeys(windows)

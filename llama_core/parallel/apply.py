@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from llama_core.attention import DocumentAttention
 from llama_core.config.models import ModelSpec
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import use_fp8
@@ -28,7 +29,6 @@ from llama_core.parallel.ranks import check_started
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
 from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
-from llama_core.planning.kernels import DocumentAttention
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.held_out import HeldOutRows
 

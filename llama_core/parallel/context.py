@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce
 
+from llama_core.attention import refusal
 from llama_core.errors import PlanError
 from llama_core.models.batch import Batch, Documents, at_places
 from llama_core.models.head import HeadInputs
@@ -47,7 +48,12 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
     Args:
         model: the model, changed in place.
         group: the ranks that divide a sequence.
+
+    Raises:
+        PlanError: if no kernel over a divided sequence does what a layer needs.
     """
+    if unserved := refusal(model.spec.attentions, cp=dist.get_world_size(group)):
+        raise PlanError(unserved)
     model.sequence_index = partial(_held_places, group=group)
     model.head_inputs = partial(_head_of_part, model.head_inputs, group)
     model.attention_mask = partial(_mask, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from llama_core.attention import DocumentAttention
 from llama_core.config.settings import RecomputeMode
 from llama_core.errors import PlanError
 from llama_core.machine.toolchain import check_can_compile
@@ -24,7 +25,6 @@ from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
 from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION
-from llama_core.planning.kernels import DocumentAttention
 from llama_core.planning.plan import KEPT_PRODUCTS, ParallelPlan
 
 MOST_GRAPHS = 64

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any, Self
 
+from llama_core.attention import kernels_of, refusal
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import (
     MOST_LAYERS,
@@ -148,8 +149,8 @@ class ParallelPlan:
             yield f"recomputed_layers={self.recomputed_layers} needs one number for each of {self.num_stages} stages"
         if self.dp_shard > 1 and self.zero_stage == 0:
             yield f"dp_shard={self.dp_shard} shards nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
-        if self.attention == "math" and self.cp > 1:
-            yield f"attention=math needs whole sequences, but cp={self.cp} divides them; use cp=1"
+        if not kernels_of(self.attention, cp=self.cp):
+            yield f"attention={self.attention} needs whole sequences, but cp={self.cp} divides them; use cp=1"
         if self.dp % self.ep:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
         elif self.dp_shard % self.ep and self.ep % self.dp_shard:
@@ -232,6 +233,8 @@ class ParallelPlan:
             yield f"seq_len={seq_len} is not a multiple of {cut} (2 x cp); use {-(-seq_len // cut) * cut}"
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
             yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
+        if unserved := refusal(spec.attentions, asked=self.attention, cp=self.cp):
+            yield unserved
         yield from self._misfits_of_experts(spec)
         if self.zero_backend == "deepspeed":
             yield from self._misfits_of_deepspeed(spec, precision)

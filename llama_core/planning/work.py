@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from typing import Self
 
+from llama_core.attention import DocumentAttention, Kernel
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
@@ -15,7 +16,7 @@ from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.planning.before import forwards_before_step
 from llama_core.planning.fully_shard import Unit, units_of
-from llama_core.planning.kernels import DocumentAttention, document_attention, runs_on_cuda
+from llama_core.planning.kernels import attention_kernel, runs_on_cuda
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.ends import embedding_passes, final_norm_passes, head_passes
 from llama_core.planning.program.layer import layer_passes
@@ -99,7 +100,7 @@ class Work:
     """The dtype of activations and matrix products; ``auto`` counts as bf16, which every GPU in the hardware table
     supports."""
     documents: DocumentAttention = "none"
-    """How attention is kept inside packed documents; a mask has ``seq_len`` squared elements."""
+    """What attention's kernels are told of what a query does not see; a mask has ``seq_len`` squared elements."""
     on_cuda: bool = False
     """Whether CUDA's kernels make the loss and the norms."""
     optimizer: OptimizerType = OPTIMIZERS[DEFAULT_OPTIMIZER]
@@ -115,7 +116,7 @@ class Work:
             plan=plan,
             seq_len=config.seq_len,
             precision=config.training.precision,
-            documents=document_attention(config, plan),
+            documents=attention_kernel(config, plan).told,
             on_cuda=runs_on_cuda(config),
             optimizer=config.optimizer,
             objective=config.objective,
@@ -154,6 +155,11 @@ class Work:
         )
 
     @cached_property
+    def kernel(self) -> Kernel:
+        """What computes attention of the last layer; that of another is told the same, and divides rows alike."""
+        return self.setting.kernel(self.spec.attention(self.spec.num_layers - 1))
+
+    @cached_property
     def layers(self) -> tuple[Passes, ...]:
         """The forward and the backward of every layer; equal ones are one object."""
         return _layers(self.spec, self.setting)
@@ -187,7 +193,7 @@ class Work:
                     embedding=embedding,
                     final_norm=final_norm,
                     head=head,
-                    num_masks=len({self.spec.window(layer) for layer in own}),
+                    num_masks=len({self.spec.attention(layer) for layer in own}),
                     tied=tied,
                     shares_table=shares_table,
                     root=self._root(hosted_with[stage]) if tied else 0,
@@ -269,9 +275,9 @@ class Work:
     def mask_bytes(self) -> int:
         """Bytes of a microbatch's mask, which the layers with one window share."""
         cp = self.plan.cp
-        if self.documents == "varlen" and cp > 1:  # instead, the place of every gathered key
+        if self.kernel.moves == "gather":  # instead, the place of every gathered key
             return self.setting.tokens * (2 * cp + 1) // 2 * INT64_BYTES
-        if self.documents != "mask":
+        if self.kernel.told != "mask":
             return 0
         # [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
         return self.setting.tokens * (self.seq_len // cp) * self.itemsize * (cp + 1) // 2

@@ -34,7 +34,7 @@ from llama_core.parallel.measured import measured_totals
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.ranks import most_over_devices
-from llama_core.planning.kernels import document_attention
+from llama_core.planning.kernels import attention_kernel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import replaced
@@ -215,7 +215,7 @@ def _batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     batch = Batch(
         tokens, torch.zeros_like(tokens), None, per_token=ones_per_token(tokens, config.objective.values_per_token)
     )
-    if plan.cp > 1 and document_attention(config, plan) == "varlen":
+    if attention_kernel(config, plan).moves == "gather":
         batch = batch.with_positions().with_documents()
     return with_rows_before(batch, config.objective)
 

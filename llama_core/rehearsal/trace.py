@@ -24,7 +24,7 @@ from llama_core.parallel import apply
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
-from llama_core.planning.kernels import document_attention
+from llama_core.planning.kernels import attention_kernel
 from llama_core.planning.memory.profile import Category, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.before import with_rows_before
@@ -329,10 +329,10 @@ def _without_torchs_advice() -> Iterator[None]:
 def _fake_batch(config: RunConfig, plan: ParallelPlan) -> Batch:
     rows = plan.rows_per_forward
     tokens = torch.zeros((rows, config.seq_len), dtype=torch.int64)
-    kind = document_attention(config, plan)
-    positions = None if kind == "none" else torch.zeros_like(tokens)
+    told = attention_kernel(config, plan).told
+    positions = None if told == "none" else torch.zeros_like(tokens)
     # one document per row: the number of documents hardly changes the memory
-    documents = Documents(torch.zeros(rows + 1, dtype=torch.int32), config.seq_len) if kind == "varlen" else None
+    documents = Documents(torch.zeros(rows + 1, dtype=torch.int32), config.seq_len) if told == "varlen" else None
     values = ones_per_token(tokens, config.objective.values_per_token)
     batch = Batch(tokens, torch.zeros_like(tokens), positions, documents, values)
     return with_rows_before(batch, config.objective)

@@ -30,7 +30,7 @@ from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
 from llama_core.parallel.ranks import PATIENCE, first_complaint
-from llama_core.planning.kernels import document_attention
+from llama_core.planning.kernels import attention_kernel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.checksums import FileSum
@@ -316,7 +316,7 @@ def build_model(
         compute_dtype=compute_dtype or COMPUTE_DTYPES[precision],
         weight_dtype=weight_dtype,
         fp8=precision == "fp8" and compute_dtype is None,
-        documents=document_attention(config, plan),
+        documents=attention_kernel(config, plan).told,
         objective=build_objective(config.training),
     )
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 
+from llama_core.attention import chosen_kernel
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, losses_by_row
-from llama_core.planning.kernels import has_document_kernel
 
 
 @torch.no_grad()
@@ -26,8 +26,11 @@ def losses_of_rows(model: Llama, batches: Iterable[Batch]) -> list[tuple[float, 
 
 def _for_kernel(batch: Batch, model: Llama, device: torch.device) -> Batch:
     """Return a batch in host memory with its documents, if the device has a kernel for them."""
-    if not has_document_kernel(device.type, is_narrow=model.compute_dtype.itemsize == 2):
+    needs = [needs._replace(documents=True) for needs in model.spec.attentions]
+    if chosen_kernel(needs, device=device.type, is_narrow=model.compute_dtype.itemsize == 2).told != "varlen":
         return batch
-    if model.spec.sliding_window:  # each row is a document at least: the kernel has the window too
+    if any(
+        layer.hides_in_document for layer in needs
+    ):  # each row is a document at least: the kernel has the window too
         return batch.with_positions().with_documents()
     return batch.with_documents(whole_rows_apart=True)

@@ -10,7 +10,7 @@ from llama_core.errors import DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
 from llama_core.models.objective import Objective, PreparingObjective
 from llama_core.parallel.recompute import mixes_up_random_state
-from llama_core.planning.kernels import document_attention
+from llama_core.planning.kernels import attention_kernel
 from llama_core.planning.plan import ParallelPlan
 
 SELDOM = 0.05
@@ -41,12 +41,15 @@ class StepInputs:
         self._plan = plan
         self._objective = objective
         self._device = device
-        self._has_window = config.spec.sliding_window > 0
-        self._takes_documents = document_attention(config, plan) == "varlen"
+        kernel = attention_kernel(config, plan)
+        self._hides_in_document = any(needs.hides_in_document for needs in config.spec.attentions)
+        self._takes_documents = kernel.told == "varlen"
         # context-parallel ranks would have to send the keys around a ring instead
-        has_causal_kernel = plan.cp == 1 and not mixes_up_random_state(plan)
+        has_causal_kernel = not kernel.divides_rows and not mixes_up_random_state(plan)
         is_worth_it = share_of_whole_rows**plan.rows_per_forward > SELDOM
-        self._whole_rows_apart = self._takes_documents and not self._has_window and has_causal_kernel and is_worth_it
+        self._whole_rows_apart = (
+            self._takes_documents and not self._hides_in_document and has_causal_kernel and is_worth_it
+        )
 
     @property
     def prepares(self) -> bool:
@@ -66,7 +69,7 @@ class StepInputs:
                 f"training.objective={wanted.name} reads {', '.join(missing)} of every token, which the batches do "
                 "not have; give batches with them in per_token, from your own dataloader"
             )
-        if self._has_window:
+        if self._hides_in_document:
             batch = batch.with_positions()
         pieces = self._split(batch)
         if not isinstance(self._objective, PreparingObjective):
@@ -87,7 +90,7 @@ class StepInputs:
             rows = Batch(
                 tokens_BS, targets_BS, None, per_token=ones_per_token(tokens_BS, config.objective.values_per_token)
             )
-            if config.data.document_mask or self._has_window:
+            if config.data.document_mask or self._hides_in_document:
                 rows = rows.with_positions()
             yield (rows.with_documents() if self._takes_documents else rows).to(self._device)
             if self._whole_rows_apart:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llama_core import attention
 from llama_core.config.models import model_spec
 from llama_core.models import layers, llama
 from llama_core.models.batch import Batch, Documents
@@ -16,7 +17,6 @@ from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.parallel.recompute import apply_recompute
 from llama_core.rehearsal.byte_counter import ByteCounter
-from llama_core.training import evaluation
 from llama_core.training.evaluation import losses_of_rows
 
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
@@ -128,7 +128,7 @@ def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(win
         Batch(tokens, tokens, None),
     ]
     masked = losses_of_rows(model, batches)
-    monkeypatch.setattr(evaluation, "has_document_kernel", lambda device, is_narrow: True)
+    monkeypatch.setattr(attention, "has_document_kernel", lambda device, is_narrow: True)
     monkeypatch.setattr(layers, "varlen_attn", attention_per_document)
     monkeypatch.setattr(llama, "document_mask", None)
     losses = losses_of_rows(model, batches)

@@ -42,6 +42,7 @@ class Layer(ModelProgram):
     def __init__(self, spec: ModelSpec, traits: LayerTraits, setting: Setting) -> None:
         super().__init__(spec, setting)
         self.traits = traits
+        self.kernel = setting.kernel(traits.attention)
 
         x = self.input = self.stream()
         added = self.attention(self.norm_before(x, ATTENTION_NORM))
@@ -217,11 +218,9 @@ class Layer(ModelProgram):
 
     def attend(self, q: int, k: int, v: int) -> int:
         """Append softmax attention."""
-        if self.setting.attention == "math":
+        if self.kernel.holds_scores:
             return self.attend_with_all_scores(q, k, v)
-        cp = self.setting.cp
-        gathers_keys = self.setting.documents == "varlen"
-        if cp > 1 and not gathers_keys:
+        if self.kernel.moves == "ring":
             self.add_operation("ring", [k, v], sends=self.passed_around(k))
         sums = Size(self.tokens * self.spec.num_heads // self.setting.tp, FP32_BYTES)
         moved = 2 * self.num_bytes[q]  # the heads, to the end of a token's row
@@ -233,24 +232,19 @@ class Layer(ModelProgram):
             workspace=self.held_by_kernel(self.num_bytes[q], self.num_bytes[k], sums.num_bytes),
             scores=4 * self.sizes[q].elements * self.setting.seq_len,
             share_in_window=self.share_in_window(),
-            sends=self.gathered_keys(k) if gathers_keys else NO_TRAFFIC,
+            sends=self.gathered_keys(k) if self.kernel.moves == "gather" else NO_TRAFFIC,
             traffic=BothWays(moved, moved),
         )
         self.costly.update((out, sum_of_exponentials))
-        if cp > 1 and not gathers_keys:
-            # around a ring, attention to the block of each other rank has a result of its own, over half of the queries
+        if self.kernel.moves == "ring":
+            # attention to the block of each other rank has a result of its own, over half of the queries
             result = (self.num_bytes[q] + sums.num_bytes) // 2
-            self.costly.add(self.result("decide", [], Size((cp - 1) * result, 1)))
+            self.costly.add(self.result("decide", [], Size((self.setting.cp - 1) * result, 1)))
         return out
 
     def share_in_window(self) -> float:
         """Return the share of the causal scores that attention's kernel computes; under a mask it computes all."""
-        length = self.setting.seq_len
-        window = min(self.traits.window or length, length)
-        if self.setting.documents != "varlen":
-            return 1.0
-        # the first queries see fewer tokens than the window has
-        return window * (2 * length - window + 1) / (length * (length + 1))
+        return self.traits.attention.share_of_causal(self.setting.seq_len) if self.kernel.skips_hidden else 1.0
 
     def passed_around(self, keys: int) -> PassTraffic:
         """Return the hops of keys and values around a ring; in the backward their fp32 gradients follow."""
@@ -271,7 +265,7 @@ class Layer(ModelProgram):
     def held_by_kernel(self, queries: int, keys: int, sums: int) -> BothWays:
         """Return the bytes that attention's kernel holds beside inputs and outputs."""
         cp = self.setting.cp
-        if self.setting.documents != "varlen":
+        if not self.kernel.skips_hidden:
             return BothWays(0, sums)
         # the keys or values that a rank's queries see
         seen = keys * (2 * cp + 1) // 2 if cp > 1 else keys

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from llama_core.attention import AttentionNeeds, DocumentAttention, Kernel, kernel_told
 from llama_core.config.run import AttentionKernel
-from llama_core.planning.kernels import DocumentAttention
 from llama_core.planning.program.operations import FP32_BYTES
 
 
@@ -17,7 +17,7 @@ class Setting(NamedTuple):
     itemsize: int
     """Bytes per element of activations."""
     documents: DocumentAttention = "none"
-    """How attention is kept inside packed documents."""
+    """What attention's kernels are told of what a query does not see before it."""
     on_cuda: bool = False
     """Whether CUDA's kernels run."""
     compiles: bool = False
@@ -32,6 +32,10 @@ class Setting(NamedTuple):
     splits_backward: bool = False
     values_per_token: int = 0
     """Numbers that the objective reads of each token, beside its target."""
+
+    def kernel(self, needs: AttentionNeeds) -> Kernel:
+        """Return what computes attention of a layer."""
+        return kernel_told(needs, self.documents, asked=self.attention, cp=self.cp)
 
     @property
     def is_narrow(self) -> bool:

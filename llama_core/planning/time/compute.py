@@ -44,14 +44,14 @@ class StageCompute:
         self.device = device
         peak = device.fp32_flops if work.precision == "fp32" else device.bf16_flops
         # cuDNN has no kernel for fp32, and blocks around a ring need the flash kernel's sums
-        is_causal_row = work.documents == "none" and work.plan.cp == 1 and work.itemsize < FP32_BYTES
+        is_causal_row = work.kernel.is_fused_causal and work.itemsize < FP32_BYTES
         attention_share = device.causal_share if is_causal_row else device.attention_share
         of_peak = device.matmul_share * MODEL_SHAPES
         self.rates = Rates(
             product_flops=peak * of_peak,
             fp8_flops=device.fp8_flops * of_peak if work.precision == "fp8" else None,
             attention_flops=peak * attention_share,
-            visible_share=1.0 if work.documents == "mask" else 0.5,
+            visible_share=1.0 if work.kernel.told == "mask" else 0.5,
             bandwidth=device.memory_bandwidth * MEMORY_SHARE,
             compiles=work.plan.compile,
             # ``fully_shard`` reduces them instead

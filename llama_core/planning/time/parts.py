@@ -152,9 +152,9 @@ class StepParts:
 
     def _context_parallel(self, stage: Stage, before: Pass) -> Pass:
         """Return the time context parallelism adds to a pass."""
-        if self.plan.cp == 1:
+        if not self.work.kernel.divides_rows:
             return NO_TIME
-        if self.work.documents != "varlen":
+        if self.work.kernel.moves == "ring":
             return of_layers(stage, self._ring_of_layer)
         return of_layers(stage, lambda layer, mode: self._sent(layer.transfers(mode).on("cp"), copies=True))
 

@@ -1,0 +1,84 @@
+"""One table says which kernel computes attention: each choice of a run follows from what its layers need."""
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from llama_core.attention import KERNELS, AttentionNeeds, chosen_kernel, kernel_told, kernels_of, refusal
+from llama_core.config.models import model_spec
+from llama_core.errors import PlanError
+
+PLAIN = AttentionNeeds(8, 4, 64)
+NEEDS = {
+    "all": PLAIN,
+    "window": PLAIN._replace(window=16),
+    "documents": PLAIN._replace(documents=True),
+    "both": PLAIN._replace(window=16, documents=True),
+}
+RUNS = {
+    ("cuda", True, "auto", 1): ("causal", "varlen"),
+    ("cuda", False, "auto", 1): ("causal", "masked"),
+    ("cpu", True, "auto", 1): ("causal", "masked"),
+    ("cuda", True, "auto", 2): ("ring", "gathered"),
+    ("cuda", False, "auto", 2): ("ring", "masked ring"),
+    ("cpu", True, "auto", 2): ("ring", "masked ring"),
+    ("cuda", True, "math", 1): ("all scores", "masked scores"),
+    ("cpu", False, "math", 1): ("all scores", "masked scores"),
+}
+"""The kernel where a query sees all before it, and where it does not: by device, 16 bits, what is asked for, and cp."""
+
+
+@pytest.mark.parametrize(("run", "names"), RUNS.items(), ids=str)
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+def test_a_run_has_the_first_kernel_that_serves_all_of_its_layers(run, names, needs):
+    device, is_narrow, asked, cp = run
+    kernel = chosen_kernel([PLAIN, needs], device=device, is_narrow=is_narrow, asked=asked, cp=cp)
+    assert kernel.name == names[bool(needs.traits)]
+    assert kernel.divides_rows == (cp > 1)
+    for layer in (PLAIN, needs):
+        assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is kernel
+
+
+def test_every_kernel_is_the_choice_of_some_run():
+    assert {name for names in RUNS.values() for name in names} == {kernel.name for kernel in KERNELS}
+
+
+def test_what_no_kernel_serves_is_refused_in_one_line():
+    assert not kernels_of("math", cp=2)
+    said = (
+        "attention with documents and window has no kernel among those of cp=2 and attention=math (no kernel); use cp=1"
+    )
+    needs = [PLAIN, NEEDS["both"]]
+    assert refusal(needs, asked="math", cp=2) == said
+    with pytest.raises(PlanError, match=re.escape(said) + r"\Z"):
+        chosen_kernel(needs, device="cpu", is_narrow=False, asked="math", cp=2)
+    assert not refusal(needs, cp=2)
+
+
+def test_a_need_that_no_row_names_is_refused_everywhere_and_blames_no_setting():
+    class Sinks(AttentionNeeds):
+        traits = frozenset({"sinks"})
+
+    needs = [Sinks(8, 4, 64)]
+    for cp in (1, 2):
+        assert refusal(needs, cp=cp).endswith(")")
+    with pytest.raises(
+        PlanError, match=r"\Aattention with sinks has no kernel among those of cp=1 and attention=auto "
+    ):
+        kernel_told(needs[0], "mask")
+
+
+@pytest.mark.parametrize(("window", "length"), [*product((0, 1, 3, 8, 20), (1, 8))])
+def test_the_share_of_causal_scores_is_that_of_the_scores_counted(window, length):
+    seen = [min(query + 1, window or length) for query in range(length)]
+    causal = length * (length + 1) / 2
+    assert PLAIN._replace(window=window).share_of_causal(length) == pytest.approx(sum(seen) / causal)
+
+
+def test_a_layer_needs_what_its_model_says():
+    spec = replace(model_spec("mistral_7b"), windowed_layers=(1, 3))
+    assert [spec.attention(layer).window for layer in range(4)] == [0, 4096, 0, 4096]
+    assert spec.attentions == {AttentionNeeds(32, 8, 128), AttentionNeeds(32, 8, 128, 4096)}
+    assert [traits.attention for traits in spec.layers[:2]] == [spec.attention(0), spec.attention(1)]
