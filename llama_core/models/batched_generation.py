@@ -4,7 +4,7 @@ Prompts are padded on the left, so that all rows take their next token at the sa
 the batch as soon as half of its rows have.
 """
 
-# Shape suffixes: B batch, S sequence (J keys), V vocabulary, N query heads, K key/value heads, H head dim
+# Shape suffixes: B batch, S sequence (J keys), V vocabulary, K key/value heads, H head dim
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from llama_core.errors import WeightsError
 from llama_core.models.batch import IGNORE_INDEX, Batch, Documents
 from llama_core.models.generation import Sampling
 from llama_core.models.head import HeadInputs, logits
-from llama_core.models.layers import Attention, attend
+from llama_core.models.layers import Attention
 from llama_core.models.llama import Llama
 from llama_core.models.scoring import NOT_FINITE, objective_of
 
@@ -73,8 +73,8 @@ class _PaddedCache:
             :, None
         ]
 
-    def attend(self, block: Attention, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
-        """Return attention over the kept keys and the new ones, which are kept too."""
+    def with_earlier(self, block: Attention, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values kept of a block and the new ones, which are kept too, [B, K, J, H]."""
         if block not in self._kept:
             shape = (*k_BKSH.shape[:2], self._capacity, k_BKSH.shape[3])
             self._kept[block] = k_BKSH.new_empty(shape), v_BKSH.new_empty(shape)
@@ -83,7 +83,7 @@ class _PaddedCache:
         keys_BKJH, values_BKJH = self._kept[block]
         keys_BKJH[:, :, begin:end] = k_BKSH
         values_BKJH[:, :, begin:end] = v_BKSH
-        return attend(q_BNSH, keys_BKJH[:, :, :end], values_BKJH[:, :, :end], mask)
+        return keys_BKJH[:, :, :end], values_BKJH[:, :, :end]
 
     def keep_rows(self, rows: Tensor) -> None:
         """Forget all rows but some, by their places."""
@@ -96,19 +96,19 @@ def _caching(model: Llama, cache: _PaddedCache) -> Iterator[None]:
     """Inside the block, the forwards of ``model`` continue each other."""
     blocks = [module for module in model.layers.modules() if isinstance(module, Attention)]
     of_model = model.sequence_index, model.attention_mask
-    of_blocks = [block.attend for block in blocks]
+    of_blocks = [block.with_earlier for block in blocks]
     model.sequence_index = cache.places
     model.attention_mask = cache.mask
     model.continues_rows = True
     for block in blocks:
-        block.attend = partial(cache.attend, block)
+        block.with_earlier = partial(cache.with_earlier, block)
     try:
         yield
     finally:
         model.sequence_index, model.attention_mask = of_model
         model.continues_rows = False
         for block, before in zip(blocks, of_blocks, strict=True):
-            block.attend = before
+            block.with_earlier = before
 
 
 class _NextTokens:

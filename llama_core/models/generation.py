@@ -1,10 +1,10 @@
 """Generate tokens one after another: a cache of keys and values, and the choice of each token.
 
-The cache goes where context parallelism does, into functions that ``Llama`` and ``Attention`` let others set. A model
-that trains never sees it.
+The cache goes into functions that ``Llama`` and ``Attention`` let others set. It gives a block earlier keys and values,
+and the block attends to them as it does to any. A model that trains never sees it.
 """
 
-# Shape suffixes: B batch, S sequence (J keys), V vocabulary, D model dim, N query heads, K key/value heads, H head dim
+# Shape suffixes: B batch, S sequence (J keys), V vocabulary, D model dim, K key/value heads, H head dim
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.batch import Documents
 from llama_core.models.head import HeadInputs, whole_head
-from llama_core.models.layers import Attention, Linear, TokenEmbedding, attend, first_seen
+from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
 from llama_core.models.llama import Llama
 
 
@@ -39,7 +39,7 @@ class Cache:
         model.attention_mask = self._mask
         for module in model.layers.modules():
             if isinstance(module, Attention):
-                module.attend = partial(self._attend, module)
+                module.with_earlier = partial(self._with_earlier, module)
 
     def _places(self, num_tokens: int, device: torch.device) -> Tensor:
         before = self._num_tokens
@@ -57,13 +57,13 @@ class Cache:
         hidden_SJ = (index_J < first_S1) | (index_J > index_S[:, None])
         return torch.zeros(hidden_SJ.shape, dtype=dtype, device=index_S.device).masked_fill_(hidden_SJ, -math.inf)
 
-    def _attend(self, block: Attention, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+    def _with_earlier(self, block: Attention, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
         if block in self._kept:
             keys_BKJH, values_BKJH = self._kept[block]
             k_BKSH = torch.cat((keys_BKJH, k_BKSH), dim=2)
             v_BKSH = torch.cat((values_BKJH, v_BKSH), dim=2)
         self._kept[block] = k_BKSH, v_BKSH
-        return attend(q_BNSH, k_BKSH, v_BKSH, mask)
+        return k_BKSH, v_BKSH
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,9 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
         """Computes attention from queries, keys, values and the model's mask."""
+        self.with_earlier: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+        """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
+        if there are no earlier tokens."""
         self.wq = Linear(spec.hidden_size, spec.q_size, bias=spec.qkv_bias)
         self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
@@ -374,7 +377,10 @@ class Attention(nn.Module):
         k_BSKH = self.k_norm(k_BSKH)
         # tokens stay first in memory, so that flattening the heads afterwards copies nothing
         q_BNSH, k_BKSH = (rotate(x, rotary).transpose(1, 2) for x in (q_BSNH, k_BSKH))
-        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BSKH.transpose(1, 2), mask)
+        v_BKSH = v_BSKH.transpose(1, 2)
+        if self.with_earlier is not None:
+            k_BKSH, v_BKSH = self.with_earlier(k_BKSH, v_BKSH)
+        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, mask)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
 
