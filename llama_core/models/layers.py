@@ -349,11 +349,17 @@ def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents:
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads.
 
+    Args:
+        spec: the architecture.
+        layer: which layer of the model it is in.
+
     Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention).
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
         super().__init__()
+        self.needs = spec.attention(layer)
+        """What it has to compute."""
         self.head_dim = spec.head_dim
         self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
         """Computes attention from queries, keys, values and the model's mask."""
@@ -449,12 +455,13 @@ class Block(nn.Module):
     Args:
         spec: the architecture.
         feed_forward: the feed-forward; default: a dense one.
+        layer: which layer of the model it is.
     """
 
-    def __init__(self, spec: ModelSpec, feed_forward: nn.Module | None = None) -> None:
+    def __init__(self, spec: ModelSpec, feed_forward: nn.Module | None = None, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = _norm_of_stream(spec, is_there=spec.norms_before)
-        self.attention = Attention(spec)
+        self.attention = Attention(spec, layer)
         self.attention_post_norm = _norm_of_stream(spec, is_there=spec.norms_after)
         self.ffn_norm = _norm_of_stream(spec, is_there=spec.norms_before)
         self.feed_forward = FeedForward(spec) if feed_forward is None else feed_forward

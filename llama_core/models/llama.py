@@ -55,7 +55,7 @@ class Llama(nn.Module):
         last = spec.num_layers - 1 in held
         self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.tied_embeddings) else None
         # a dict, so that a part keeps the parameter names of the whole model
-        self.layers = nn.ModuleDict({str(index): Block(spec, feed_forward(spec, index)) for index in held})
+        self.layers = nn.ModuleDict({str(index): Block(spec, feed_forward(spec, index), index) for index in held})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps) if last else None
         self.output = Linear(spec.hidden_size, spec.vocab_size) if last and not spec.tied_embeddings else None
         self.sequence_shards = 1
