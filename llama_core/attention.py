@@ -13,7 +13,7 @@
           all before it                   |  causal                         ring
           not all of it, CUDA, 16 bits    |  varlen                         gathered
           not all of it, elsewhere        |  masked                         masked ring
-          any of these, with math         |  all scores, masked scores      none
+          with a soft cap, or with math   |  all scores, masked scores      none
                                           |
                      planning, rehearsal, batches, blocks ask the row what it is told, holds and sends
 
@@ -22,6 +22,7 @@ generation stand before that: they give it earlier keys and values too, and so s
 ``models/cpu_attention.py`` takes the place of torch's own backward of ``causal`` and ``masked``, where it is faster.
 """
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -31,7 +32,7 @@ from llama_core.errors import PlanError
 DocumentAttention = Literal["none", "mask", "varlen"]
 """What a kernel is told of what a query does not see before it: nothing, as it sees all; an additive mask; or where
 each document begins and how long the window is, with which it skips the other scores and holds no mask."""
-Trait = Literal["documents", "window"]
+Trait = Literal["documents", "window", "soft cap"]
 """What causal attention over whole rows lacks."""
 Moves = Literal["nothing", "ring", "gather"]
 """What ranks that divide a row do with its keys and values: pass them around block by block, or gather them."""
@@ -49,11 +50,22 @@ class AttentionNeeds(NamedTuple):
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
     documents: bool = False
     """Whether a row may hold several documents, which do not see each other."""
+    soft_cap: float = 0.0
+    """Scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
+
+    @property
+    def scale(self) -> float:
+        """The factor on products of queries and keys, which makes scores of them."""
+        return 1 / math.sqrt(self.head_dim)
 
     @property
     def traits(self) -> frozenset[Trait]:
         """What a kernel must serve."""
-        has: dict[Trait, bool] = {"documents": self.documents, "window": self.window > 0}
+        has: dict[Trait, bool] = {
+            "documents": self.documents,
+            "window": self.window > 0,
+            "soft cap": self.soft_cap > 0,
+        }
         return frozenset(trait for trait, is_there in has.items() if is_there)
 
     @property
@@ -77,7 +89,8 @@ class Kernel:
     told: DocumentAttention
     moves: Moves = "nothing"
     holds_scores: bool = False
-    """Whether it holds all scores, in fp32, as torch's math kernel does: what ``parallel.attention=math`` asks for."""
+    """Whether it holds all scores, in fp32, as torch's math kernel does: what ``parallel.attention=math`` asks for, and
+    what no fused kernel serves."""
 
     @property
     def divides_rows(self) -> bool:
@@ -106,14 +119,15 @@ class Kernel:
 
 NONE: frozenset[Trait] = frozenset()
 HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
+CAPPED: frozenset[Trait] = frozenset({"soft cap"})
 CAUSAL = Kernel("causal", NONE, "none")
 VARLEN = Kernel("varlen", HIDDEN, "varlen")
 MASKED = Kernel("masked", HIDDEN, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
 GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather")
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
-ALL_SCORES = Kernel("all scores", NONE, "none", holds_scores=True)
-MASKED_SCORES = Kernel("masked scores", HIDDEN, "mask", holds_scores=True)
+ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
+MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)
 KERNELS = (CAUSAL, VARLEN, MASKED, RING, GATHERED, MASKED_RING, ALL_SCORES, MASKED_SCORES)
 """In order of preference."""
 

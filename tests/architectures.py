@@ -43,6 +43,7 @@ VALUES = {
     "norms": ("pre", "post", "both"),
     "sliding_window": (0, 100),
     "windowed_layers": ((), (0,)),
+    "attention_soft_cap": (0.0, 20.0),
     "lora.method": tuple(ADAPTERS),
     "lora.lora_rank": (16, 64),
     "lora.lora_alpha": (None, 4.0),
@@ -84,6 +85,10 @@ NEEDS = {
     "trainable": {"lora": LoRA(), "qkv_bias": True, "qk_norm": True, "norms": "both"},
 }
 """What a field has no effect without, or is refused without."""
+
+
+ONLY_SOME_PLANS = ("attention_soft_cap",)
+"""Traits with which some plans are refused, so that relatives under every plan lack them."""
 
 
 def records_of(hint):
@@ -157,7 +162,7 @@ def with_every_trait(spec, turn=0, **values):
         turn: counts up to ``NUM_TURNS``, so that each value has one.
         values: of traits whose value depends on the sizes.
     """
-    others = {trait: VALUES[trait][1:] for trait in traits()}
+    others = {trait: VALUES[trait][1:] for trait in traits() if trait not in ONLY_SOME_PLANS}
     for trait in NEEDS.keys() & others.keys():
         others[trait] += VALUES[trait][:1]  # which says how another trait is, and is one of several values
     chosen = {trait: those[turn % len(those)] for trait, those in others.items()}

@@ -41,6 +41,16 @@ def test_a_run_has_the_first_kernel_that_serves_all_of_its_layers(run, names, ne
         assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is kernel
 
 
+@pytest.mark.parametrize("run", [run for run in RUNS if run[3] == 1], ids=str)
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+def test_a_soft_cap_is_served_by_the_kernels_that_hold_all_scores(run, needs):
+    device, is_narrow, asked, cp = run
+    capped = needs._replace(soft_cap=20.0)
+    kernel = chosen_kernel([needs, capped], device=device, is_narrow=is_narrow, asked=asked, cp=cp)
+    assert kernel.name == RUNS["cpu", False, "math", 1][bool(needs.traits)]
+    assert kernel_told(capped, kernel.told, asked=asked) is kernel
+
+
 def test_every_kernel_is_the_choice_of_some_run():
     assert {name for names in RUNS.values() for name in names} == {kernel.name for kernel in KERNELS}
 

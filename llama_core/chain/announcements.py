@@ -28,6 +28,7 @@ from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
+from llama_core.planning.plan import attention_kernel
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
@@ -83,6 +84,9 @@ def say_plan(run: RunDirectory) -> None:
     for note in plan.notes:
         say("note", note)
     config = load_config(run)
+    if plan.attention == "auto" and attention_kernel(config, plan).holds_scores:
+        what = "; the estimate counts its memory but not its time"
+        say("note", f"no fused kernel computes this model's attention: it holds all scores and is slow{what}")
     if config.is_elastic:
         free = f"as many as {config.launch.kind.title} has free"
         say("note", f"the job starts with {config.fewest_nodes} to {config.num_nodes} nodes, {free}")

@@ -220,6 +220,8 @@ class ModelSpec:
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
     windowed_layers: tuple[int, ...] = ()
     """The layers with the sliding window; empty for all."""
+    attention_soft_cap: float = 0.0
+    """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
     instruct: bool = False
     """Whether the model is trained on conversations: same sizes, but another template and loss mask."""
     lora: LoRA | None = None
@@ -471,7 +473,13 @@ class ModelSpec:
 
     def attention(self, layer: int) -> AttentionNeeds:
         """Return what attention of a layer has to compute, over rows of one document each."""
-        return AttentionNeeds(self.num_heads, self.num_kv_heads, self.head_dim, self.window(layer))
+        return AttentionNeeds(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            window=self.window(layer),
+            soft_cap=self.attention_soft_cap,
+        )
 
     @cached_property
     def attentions(self) -> frozenset[AttentionNeeds]:

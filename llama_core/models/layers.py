@@ -9,6 +9,7 @@ one, and each layer casts its weight to the dtype of its input at use.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from llama_core.attention import AttentionNeeds, kernel_told
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import LinearScaling, YarnScaling
 from llama_core.models.batch import Documents
@@ -331,6 +333,49 @@ def attend_with_all_scores(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask:
         return _attend_with_torch(q_BNSH, k_BKSH, v_BKSH, mask)
 
 
+def attend_with_capped_scores(
+    q_BNSH: Tensor, k_BKJH: Tensor, v_BKJH: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float
+) -> Tensor:
+    """Return attention with ``cap * tanh(scores / cap)`` in place of its scores, all of them held, in fp32 or wider.
+
+    Source: Gemma Team 2024, arXiv:2408.00118, section 2 (logit soft-capping).
+    """
+    wide = torch.promote_types(q_BNSH.dtype, torch.float32)
+    queries_per_key = q_BNSH.shape[1] // k_BKJH.shape[1]
+    narrow = q_BNSH.dtype
+    q_BNSH = _laid_out(q_BNSH, wide)
+    if queries_per_key > 1:
+        k_BNJH, v_BNJH = (x.to(wide).repeat_interleave(queries_per_key, dim=1) for x in (k_BKJH, v_BKJH))
+    else:
+        k_BNJH, v_BNJH = (_laid_out(x, wide) for x in (k_BKJH, v_BKJH))
+    # one name for all, so that each is freed as soon as the next is there
+    scores_BNSJ = q_BNSH @ k_BNJH.mT
+    scores_BNSJ = scores_BNSJ * (scale / soft_cap)
+    scores_BNSJ = torch.tanh(scores_BNSJ)
+    scores_BNSJ = scores_BNSJ * soft_cap
+    scores_BNSJ = scores_BNSJ + (_causal_mask(scores_BNSJ) if mask is None else mask)
+    scores_BNSJ = torch.softmax(scores_BNSJ, dim=-1)
+    out_BSNH = (scores_BNSJ @ v_BNJH).transpose(1, 2)
+    return _laid_out(out_BSNH, narrow).transpose(1, 2)
+
+
+def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x`` in a dtype, with its dims in order in memory: a product would copy it otherwise."""
+    return x.to(dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+def _causal_mask(scores_BNSS: Tensor) -> Tensor:
+    """Return the additive mask that hides what lies after a query, [S, S]."""
+    return torch.full_like(scores_BNSS[0, 0], -math.inf).triu_(1)
+
+
+def _all_scores_of(needs: AttentionNeeds) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor]:
+    """Return what computes attention with all scores held."""
+    if not needs.soft_cap:
+        return attend_with_all_scores
+    return partial(attend_with_capped_scores, scale=needs.scale, soft_cap=needs.soft_cap)
+
+
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Lets ``varlen_attn`` take fewer key heads than query heads; torch 2.11 does so without an argument."""
 
@@ -361,7 +406,10 @@ class Attention(nn.Module):
         self.needs = spec.attention(layer)
         """What it has to compute."""
         self.head_dim = spec.head_dim
-        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
+        holds_scores = kernel_told(self.needs, "mask").holds_scores
+        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = (
+            _all_scores_of(self.needs) if holds_scores else attend
+        )
         """Computes attention from queries, keys, values and the model's mask."""
         self.with_earlier: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
@@ -398,10 +446,10 @@ def _norm_of_heads(spec: ModelSpec, size: int) -> nn.Module:
 
 
 def use_all_scores(model: nn.Module) -> None:
-    """Make every block of ``model`` compute attention with torch's math kernel."""
+    """Make every block of ``model`` compute attention with all scores held, as torch's math kernel does."""
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = attend_with_all_scores
+            module.attend = _all_scores_of(module.needs)
 
 
 class FeedForward(nn.Module):

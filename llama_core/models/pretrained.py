@@ -31,7 +31,7 @@ _CONFIG = "config.yaml"
 _EMBEDDING = "model.embed_tokens.weight"
 _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
-_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", "sliding_window", "windowed_layers")
+_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", "sliding_window", "windowed_layers", "attention_soft_cap")
 """Traits that shapes do not show either, but that may differ on purpose, as for longer sequences."""
 
 

@@ -62,6 +62,16 @@ def finish(run, status="finished"):
     write_json(run.training, {"steps": 10})
 
 
+def test_a_plan_says_that_no_fused_kernel_computes_attention(monkeypatch):
+    told = []
+    monkeypatch.setattr(announcements, "say", lambda step, text: told.append(text))
+    for cap in (0.0, 5.0):
+        told.clear()
+        asked = {"architecture": {"attention_soft_cap": cap}, "launch": {"device": "cpu"}}
+        announcements.say_plan(prepare_run(RunConfig.from_mapping(asked)))
+        assert any("it holds all scores and is slow" in text for text in told) == (cap > 0)
+
+
 def test_a_run_is_named_by_model_date_and_fingerprint():
     run = prepare_run(config())
     model, date, fingerprint = run.name.rsplit("-", 2)

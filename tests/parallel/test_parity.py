@@ -15,6 +15,7 @@ from document_kernel import DENSE
 from parity import (
     ADAPTED,
     ADAPTED_RELATIVE,
+    CAPPED_RELATIVE,
     HYBRID,
     RELATIVE,
     SEQ_LEN,
@@ -249,6 +250,14 @@ def test_norms_after_attention_and_feed_forward_match_one_process(norms, name):
 @pytest.mark.parametrize("spec", [RELATIVE, nightly(ADAPTED_RELATIVE)], ids=["trained", "adapted"])
 def test_the_traits_of_relatives_match_one_process(spec, plan):
     differences = largest_differences(plan, spec=spec)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize(
+    "plan", cases({name: plan for name, plan in RELATIVE_PLANS.items() if plan.cp == 1}, narrow={"tp2"})
+)
+def test_a_soft_cap_beside_the_traits_of_relatives_matches_one_process(plan):
+    differences = largest_differences(plan, spec=CAPPED_RELATIVE)
     assert max(differences.values()) < 1e-8, differences
 
 

@@ -219,7 +219,8 @@ class Layer(ModelProgram):
     def attend(self, q: int, k: int, v: int) -> int:
         """Append softmax attention."""
         if self.kernel.holds_scores:
-            return self.attend_with_all_scores(q, k, v)
+            is_capped = self.traits.attention.soft_cap > 0
+            return self.attend_with_capped_scores(q, k, v) if is_capped else self.attend_with_all_scores(q, k, v)
         if self.kernel.moves == "ring":
             self.add_operation("ring", [k, v], sends=self.passed_around(k))
         sums = Size(self.tokens * self.spec.num_heads // self.setting.tp, FP32_BYTES)
@@ -296,6 +297,32 @@ class Layer(ModelProgram):
         out = self.cast(self.result("product", [weights, v], wide, scores=flops), self.itemsize)
         self.end(*held, q, k, v)
         return out
+
+    def attend_with_capped_scores(self, q: int, k: int, v: int) -> int:
+        """Append attention with a soft cap on its scores: in fp32, with as many key heads as query heads."""
+        seq_len = self.setting.seq_len
+        wide = Size(self.sizes[q].elements, FP32_BYTES)
+        scores = Size(self.tokens * seq_len * self.spec.num_heads // self.setting.tp, FP32_BYTES)
+        flops = 2 * self.sizes[q].elements * seq_len
+        if self.sizes[k].elements < self.sizes[q].elements:
+            k, v = (self.result("repeat", [self.cast(x, FP32_BYTES)], wide) for x in (k, v))
+        else:
+            k, v = (self.lay_out(x, FP32_BYTES) for x in (k, v))
+        q = self.lay_out(q, FP32_BYTES)
+        scaled = self.result("scale", [self.result("product", [q, k], scores, scores=flops)], scores)
+        capped = self.result("scale", [self.result("tanh", [scaled], scores)], scores)
+        hidden = [] if self.kernel.told == "mask" else [self.result("decide", [], Size(seq_len**2, FP32_BYTES))]
+        weights = self.result("softmax", [self.result("add", [capped, *hidden], scores)], scores)
+        out = self.result("product", [weights, v], wide, scores=flops)
+        laid_out = self.lay_out(out, self.itemsize)
+        self.end(q, k, v, weights, out)
+        return laid_out
+
+    def lay_out(self, x: int, itemsize: int) -> int:
+        """Copy a tensor into another order of its dims, and into another dtype if it has not that."""
+        if self.sizes[x].itemsize != itemsize:
+            return self.cast(x, itemsize)
+        return self.result("arrange", [x], self.sizes[x])
 
     def exchange(self, x: int) -> int:
         """Send tokens to other ranks, and get as many."""

@@ -36,6 +36,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "swiglu": ((0, 1), (0,)),
     "softmax": ((FIRST_OUTPUT,),),
     "exp": ((FIRST_OUTPUT,),),
+    "tanh": ((FIRST_OUTPUT,),),
     "log_sum_exp": ((0, FIRST_OUTPUT),),
     "inverse_rms": ((0, FIRST_OUTPUT),),
     "fused_norm": ((0, 1, SECOND_OUTPUT), (0, 1, SECOND_OUTPUT)),
@@ -64,7 +65,13 @@ of the output alone. Source: ``tools/autograd/derivatives.yaml`` in torch, and `
 FLATTENS = frozenset({"product", "cast_product", "packed_product", "rearrange"})
 """Operations on a matrix with a row per token. The gradient of their first input is a view of that matrix's."""
 
-SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {"add": (0, 1), "add_bias": (0,), "add_product": (0,), "sum": (0,)}
+SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {
+    "add": (0, 1),
+    "add_bias": (0,),
+    "add_product": (0,),
+    "sum": (0,),
+    "arrange": (0,),
+}
 """The inputs of an operation whose gradient is that of the output itself, in the same memory."""
 BACKWARD_PRODUCTS = {
     "attention": 2.5,

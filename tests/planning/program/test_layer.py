@@ -132,7 +132,11 @@ FORGOTTEN = {
     "a trained norm": lambda traits: traits._replace(trained=traits.trained - {"post_attention_layernorm"}),
     "experts": lambda traits: traits._replace(sparse=False),
 }
-FORGOTTEN_OF_MODEL = {"norms of heads": {"qk_norm": False}, "biases": {"qkv_bias": False}}
+FORGOTTEN_OF_MODEL = {
+    "norms of heads": {"qk_norm": False},
+    "biases": {"qkv_bias": False},
+    "a soft cap": {"attention_soft_cap": 0.0},
+}
 
 
 @pytest.mark.parametrize("forget", FORGOTTEN.values(), ids=FORGOTTEN)
