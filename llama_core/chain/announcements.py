@@ -28,7 +28,7 @@ from llama_core.machine.validate import EnvironmentReport
 from llama_core.models.pretrained import origin_of
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
-from llama_core.planning.plan import attention_kernel
+from llama_core.planning.kernels import attention_kernel
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed
