@@ -139,9 +139,10 @@ def has_document_kernel(device: str, *, is_narrow: bool) -> bool:
 
 def kernels_of(asked: str, *, cp: int) -> tuple[Kernel, ...]:
     """Return the rows that a plan may use, in order of preference; ``asked`` is ``parallel.attention``."""
-    return tuple(
-        kernel for kernel in KERNELS if kernel.divides_rows == (cp > 1) and (asked == "auto" or kernel.holds_scores)
-    )
+    of_division = [kernel for kernel in KERNELS if kernel.divides_rows == (cp > 1)]
+    if asked == "auto":
+        return tuple(of_division)
+    return tuple(kernel for kernel in of_division if kernel.holds_scores)
 
 
 def refusal(needs: Iterable[AttentionNeeds], *, asked: str = "auto", cp: int = 1) -> str:
@@ -156,10 +157,9 @@ def refusal(needs: Iterable[AttentionNeeds], *, asked: str = "auto", cp: int = 1
         "cp=1 and attention=auto": _serving(traits, "auto", 1),
     }
     remedy = next((f"; use {remedy}" for remedy, serving in remedies.items() if serving), "")
-    return (
-        f"attention with {' and '.join(sorted(traits))} has no kernel among those of cp={cp} and attention={asked} "
-        f"({offered}){remedy}"
-    )
+    wanted = " and ".join(sorted(traits))
+    among = f"those of cp={cp} and attention={asked} ({offered})"
+    return f"attention with {wanted} has no kernel among {among}{remedy}"
 
 
 def chosen_kernel(

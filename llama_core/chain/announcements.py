@@ -85,8 +85,8 @@ def say_plan(run: RunDirectory) -> None:
         say("note", note)
     config = load_config(run)
     if plan.attention == "auto" and attention_kernel(config, plan).holds_scores:
-        what = "; the estimate counts its memory but not its time"
-        say("note", f"no fused kernel computes this model's attention: it holds all scores and is slow{what}")
+        slow = "no fused kernel computes this model's attention: it holds all scores and is slow"
+        say("note", f"{slow}; the estimate counts its memory but not its time")
     if config.is_elastic:
         free = f"as many as {config.launch.kind.title} has free"
         say("note", f"the job starts with {config.fewest_nodes} to {config.num_nodes} nodes, {free}")

@@ -218,9 +218,10 @@ class Layer(ModelProgram):
 
     def attend(self, q: int, k: int, v: int) -> int:
         """Append softmax attention."""
+        if self.kernel.holds_scores and self.traits.attention.soft_cap:
+            return self.attend_with_capped_scores(q, k, v)
         if self.kernel.holds_scores:
-            is_capped = self.traits.attention.soft_cap > 0
-            return self.attend_with_capped_scores(q, k, v) if is_capped else self.attend_with_all_scores(q, k, v)
+            return self.attend_with_all_scores(q, k, v)
         if self.kernel.moves == "ring":
             self.add_operation("ring", [k, v], sends=self.passed_around(k))
         sums = Size(self.tokens * self.spec.num_heads // self.setting.tp, FP32_BYTES)
