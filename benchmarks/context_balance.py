@@ -29,7 +29,7 @@ from llama_core.rehearsal.byte_counter import replaced
 
 TILE = 128
 """Queries, and keys, of a tile."""
-MOST_TOKENS = 2**22
+MAX_TOKENS = 2**22
 """Tokens of the rows that are packed from one kind of documents."""
 MEDIAN = 1000
 SPREAD = 1.5
@@ -83,7 +83,7 @@ def sample_lengths() -> npt.NDArray[np.int64]:
 
 def log_normal_lengths() -> npt.NDArray[np.int64]:
     """Return drawn lengths, a few of which are long."""
-    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SPREAD, size=MOST_TOKENS // MEDIAN)
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SPREAD, size=MAX_TOKENS // MEDIAN)
     return np.ceil(drawn).astype(np.int64)
 
 
@@ -92,7 +92,7 @@ def packed(lengths: npt.NDArray[np.int64], seq_len: int) -> Tensor:
 
     A document that crosses the end of a row is cut there.
     """
-    num_tokens = min(int(lengths.sum()), MOST_TOKENS) // seq_len * seq_len
+    num_tokens = min(int(lengths.sum()), MAX_TOKENS) // seq_len * seq_len
     starts = np.concatenate([[0], np.cumsum(lengths), np.arange(0, num_tokens + 1, seq_len)])
     return torch.from_numpy(np.unique(starts[starts <= num_tokens])).int()
 

@@ -168,12 +168,12 @@ def with_shards(files: Sequence[Path], tokenizer: Path, folder: Path) -> None:
     from llama_core.data import grouping
     from llama_core.data.find import find_files
     from llama_core.data.formats import FieldNames
-    from llama_core.data.shard_workers import Order, Start, build_orders
+    from llama_core.data.shard_workers import ShardOrder, Start, build_orders
 
     data = DataConfig(source=tuple(map(str, files)), tokenizer=str(tokenizer))
     found = find_files(*map(str, files)).files
     assert all(file.num_bytes < grouping.ALONE_BYTES for file in found)
-    orders = [Order((file,), FieldNames(), file, folder / "cache") for file in found]
+    orders = [ShardOrder((file,), FieldNames(), file, folder / "cache") for file in found]
     build_orders(orders, Start(data, SPEC), 1, lambda done, total: None)
     shutil.rmtree(folder / "cache")
 

@@ -20,7 +20,7 @@ GROUP = "llama_training_infra."
 """How the groups of entry points begin."""
 
 
-class Named(Protocol):
+class NamedRow(Protocol):
     """A row of a registry."""
 
     @property
@@ -28,7 +28,7 @@ class Named(Protocol):
         """The name by which a configuration asks for it."""
 
 
-Row = TypeVar("Row", bound=Named)
+Row = TypeVar("Row", bound=NamedRow)
 
 
 class Registry(dict[str, Row]):

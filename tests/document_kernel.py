@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from llama_core.parallel.block_attention import Kernel
+from llama_core.parallel.block_attention import BlockKernel
 
 
 def dense_scores(q_TNH, k_UKH, query_starts, key_starts, window):
@@ -46,4 +46,4 @@ def dense_backward(grad_out, q, k, v, out, lse, query_starts, key_starts, most_q
     return [grads[0].to(dtype), *(x.unflatten(1, (-1, num_groups)).sum(2).to(dtype) for x in grads[1:])]
 
 
-DENSE = Kernel(dense_forward, dense_backward)
+DENSE = BlockKernel(dense_forward, dense_backward)

@@ -14,12 +14,12 @@ from toy_launcher import DEPOT
 
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.jobs.launcher import Launcher
-from llama_core.launch.jobs.tasks import Tasks
+from llama_core.launch.jobs.tasks import TaskJobs
 from llama_core.launch.outcome import conclude
 from llama_core.launch.ports import free_port
 from llama_core.launch.rank.children import die_with_parent
 from llama_core.launch.rank.supervisor import Supervisor
-from llama_core.launch.rank.surroundings import Place, Surroundings, export_torchrun
+from llama_core.launch.rank.surroundings import RankPlace, Surroundings, export_torchrun
 from llama_core.launch.scheduler import JobStatus
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
@@ -38,7 +38,7 @@ class DepotSurroundings(Surroundings):
         die_with_parent(os.getppid())()
         rank, num_ranks = int(os.environ["DEPOT_RANK"]), int(os.environ["DEPOT_RANKS"])
         export_torchrun(rank, rank, num_ranks, "127.0.0.1", int(os.environ["DEPOT_PORT"]))
-        return Place(os.environ["DEPOT_JOB"], rank, num_ranks, num_ranks, host="a node of the depot")
+        return RankPlace(os.environ["DEPOT_JOB"], rank, num_ranks, num_ranks, host="a node of the depot")
 
 
 class DepotHandle(JobHandle):
@@ -129,7 +129,7 @@ def check(found, config):
     found.facts["depot"] = os.environ[FOLDER]
 
 
-TASKS = Tasks(
+TASKS = TaskJobs(
     submit=lambda request: [queue(request.name, request.folder, [task]) for task in request.tasks],
     states=lambda job_ids, name: [status(job_id, name).state for job_id in job_ids],
     ended=frozenset(("ENDED", "LOST")),

@@ -30,7 +30,7 @@ WRAP_UP_SECONDS = 6.0
 """Kept back at the end, to kill what runs and to write the results."""
 TIMES_ON_CPU = 4
 """How much longer a stage may take on a CPU, whose cores it may share; its limit is for a machine with a GPU."""
-LEAST_SECONDS = 1.0
+MIN_SECONDS = 1.0
 """No process is started for less."""
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 LOOK_SECONDS = 60.0
@@ -160,7 +160,7 @@ class Measurement:
     def recorded(self, module: str, most_s: float, *arguments: str) -> dict[str, Any]:
         """Run a module that writes a record, and return the record; empty if it wrote none."""
         limit = self._limit(most_s)
-        if limit < LEAST_SECONDS:
+        if limit < MIN_SECONDS:
             return {}
         record = self.work / f"{module}.json"
         command = [sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments, "--record", str(record)]
@@ -177,7 +177,7 @@ class Measurement:
         lacking = [name for name in stage.needs if name in found.get("missing", ())]
         if found.get("hopeless") or lacking:
             result["ended"] = f"not begun: {found.get('hopeless') or 'missing: ' + ', '.join(lacking)}"
-        elif limit < LEAST_SECONDS:
+        elif limit < MIN_SECONDS:
             result["ended"] = "not begun: no time is left"
         else:
             self._run_for(stage, limit, result)

@@ -43,7 +43,7 @@ _MOVES_ONLY = re.compile(
 """Names of a fused kernel's operators if all of them move or cast numbers."""
 
 PROFILED_STEPS = 2
-MOST_KERNELS = 25
+MAX_KERNELS = 25
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def kernel_rows(recorded: Profile) -> Iterator[Row]:
         calls[name].append(seconds)
     busy_seconds = recorded.busy_seconds()
     longest = sorted(calls, key=lambda name: -sum(calls[name]))
-    for name in longest[:MOST_KERNELS]:
+    for name in longest[:MAX_KERNELS]:
         total = sum(calls[name])
         yield {
             "kernel": name[:100],

@@ -61,7 +61,7 @@ def numbers_in_nf4(bench: Bench) -> Iterator[Row]:
     matrix_OI = bench.random(rows, columns)
     packed = nf4.pack(matrix_OI)
     on_cpu = nf4.pack(matrix_OI.cpu())
-    place = nf4.Place(0, 0, columns // BLOCK)
+    place = nf4.BlockPlace(0, 0, columns // BLOCK)
     of_device = nf4.unpack(packed, place, torch.bfloat16).cpu()
     of_cpu = nf4.unpack(nf4.Packed(*(part.cpu() for part in packed)), place, torch.bfloat16)
     yield {

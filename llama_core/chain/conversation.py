@@ -13,7 +13,7 @@ from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 
 
-class Conversation:
+class ChatSession:
     """The turns of a user and a model so far.
 
     Args:

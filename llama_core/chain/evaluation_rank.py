@@ -14,7 +14,7 @@ from typing import Any
 
 from llama_core.chain.evaluate import LossOnData
 from llama_core.chain.generate import find_model
-from llama_core.chain.questions import Order, Question
+from llama_core.chain.questions import AskedQuestion, Question
 from llama_core.chain.tasks import ScoresOnTasks
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError
@@ -67,10 +67,10 @@ def main() -> int:
     return 0
 
 
-def _order(record: Mapping[str, Any]) -> Order[Any]:
+def _order(record: Mapping[str, Any]) -> AskedQuestion[Any]:
     question = record["question"]
     plan = ParallelPlan.from_dict(record["plan"])
-    return Order(_QUESTIONS[question["kind"]](question), record["device"], record["dtype"], plan)
+    return AskedQuestion(_QUESTIONS[question["kind"]](question), record["device"], record["dtype"], plan)
 
 
 def _models(weights: Iterable[Path]) -> Iterator[tuple[Path, RunConfig]]:

@@ -177,7 +177,7 @@ def ask(
     _, config = first
     plan = devices.plan(config.spec)
     device = choose_device(devices.device, config, devices.dtype, plan, num_nodes=devices.num_nodes)
-    order = Order(question, device, devices.dtype, plan)
+    order = AskedQuestion(question, device, devices.dtype, plan)
     models = chain([first], found)
     if plan.world_size == 1:
         yield from order.follow(models, tell, on_progress)
@@ -204,7 +204,7 @@ def steps_to_evaluate(source: Path, asked: int | Best | All | None) -> Sequence[
 
 
 @dataclass(frozen=True)
-class Order(Generic[A]):
+class AskedQuestion(Generic[A]):
     """A question, and what computes the answers, when all of it has been checked."""
 
     question: Question[A]

@@ -41,7 +41,7 @@ from llama_core.records.settings_changes import SettingsChange, read_settings_ch
 from llama_core.redaction import shell_word
 
 RUNS = Path("runs")
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Most settings that a sentence names."""
 
 
@@ -311,7 +311,7 @@ def why_none_goes_on(config: RunConfig) -> str:
             f"has already taken {taken} steps; ask for more to extend it" if taken else "has no checkpoint"
         )
     on_purpose = f"; to go on with it so, add --run-dir {shell_word(run.path)}" if RECORDED.issuperset(changed) else ""
-    return f"{run.path} differs: {'; '.join(list(changed.values())[:_MOST_NAMED])}{on_purpose}"
+    return f"{run.path} differs: {'; '.join(list(changed.values())[:_MAX_NAMED])}{on_purpose}"
 
 
 def _is_seen_to_its_end(run: RunDirectory) -> bool:

@@ -10,7 +10,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import Sample, Samples, TrainingSummary
 
-MOST_TOKENS = 48
+MAX_TOKENS = 48
 """Most tokens of a continuation."""
 TEMPERATURE = 0.7
 """Small models repeat themselves at a lower one, and lose the thread at a higher one."""
@@ -26,7 +26,7 @@ def say_samples(run: RunDirectory, trained: TrainingSummary) -> None:
     try:
         for number, prompt in enumerate(prompts):
             seed = config.training.seed + number
-            model = TextModel(run.path, max_new_tokens=MOST_TOKENS, temperature=TEMPERATURE, seed=seed)
+            model = TextModel(run.path, max_new_tokens=MAX_TOKENS, temperature=TEMPERATURE, seed=seed)
             samples.append(Sample(prompt, "".join(model.continue_text(prompt))))
     except TrainingInfraError as error:  # the run has finished all the same
         say("learnt", f"no samples: {error}")

@@ -26,7 +26,7 @@ from llama_core.records.held_out import TOLD_APART
 
 if TYPE_CHECKING:
     from llama_core.training.harness import HarnessModel
-    from llama_core.training.harness_tasks import Tasks
+    from llama_core.training.harness_tasks import NamedTasks
 
 _SENDING_NOTHING = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
@@ -196,7 +196,7 @@ class ScoresOnTasks:
         self._folder = folder
         self._asked = asked
         self._allow_code = allow_code
-        self._tasks: Tasks | None = None
+        self._tasks: NamedTasks | None = None
 
     def check(self, weights: Path, config: RunConfig) -> None:
         """Refuse a model that cannot be asked."""
@@ -250,7 +250,7 @@ class ScoresOnTasks:
 
 def find_tasks(
     names: Sequence[str], folder: str | Path | None, asked: Asked, *, allow_code: bool = False, tell: Tell
-) -> "Tasks":
+) -> "NamedTasks":
     """Return tasks with their data sets, which are downloaded if they are not in the cache.
 
     The arguments are those of ``evaluate_tasks``.
@@ -270,12 +270,12 @@ def _checked_folder(names: Sequence[str], folder: str | Path | None, *, allow_co
     return None if folder is None else check_task_folder(folder, allow_code=allow_code)
 
 
-def _load_tasks(names: Sequence[str], folder: Path | None, asked: Asked, allow_code: bool, tell: Tell) -> "Tasks":
+def _load_tasks(names: Sequence[str], folder: Path | None, asked: Asked, allow_code: bool, tell: Tell) -> "NamedTasks":
     os.environ.update({name: os.environ.get(name, value) for name, value in _SENDING_NOTHING.items()})
     with importing_torch():
-        from llama_core.training.harness_tasks import Tasks
+        from llama_core.training.harness_tasks import NamedTasks
 
-    return Tasks(names, folder=folder, num_fewshot=asked.num_fewshot, allow_code=allow_code, tell=tell)
+    return NamedTasks(names, folder=folder, num_fewshot=asked.num_fewshot, allow_code=allow_code, tell=tell)
 
 
 class _Ways:

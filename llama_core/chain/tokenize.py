@@ -20,7 +20,7 @@ from llama_core.data.datasets import load_datasets
 from llama_core.data.find import find_files
 from llama_core.data.grouping import grouped
 from llama_core.data.shard_store import find_shards, probably_missing, remove_abandoned
-from llama_core.data.shard_workers import Order, Start, build_orders, num_cores
+from llama_core.data.shard_workers import ShardOrder, Start, build_orders, num_cores
 from llama_core.data.source_file import SourceFile, total_bytes
 from llama_core.data.tokenising import FoundSource, found_source, naming, writing_to
 from llama_core.data.tokenizer import model_tokenizer
@@ -153,7 +153,7 @@ def _found(start: Start) -> list[FoundSource]:
     return [*training, *(find(source, held_out=True) for source in start.data.validation_sources.values())]
 
 
-def _orders(source: FoundSource) -> list[Order]:
+def _orders(source: FoundSource) -> list[ShardOrder]:
     """Return the shards of a source that are missing."""
     newest = max(source.found.files, key=lambda file: file.mtime_ns)
     groups = grouped(source.found.files)
@@ -161,11 +161,11 @@ def _orders(source: FoundSource) -> list[Order]:
         remove_abandoned(source.directory)
         found = find_shards(source.recipe, groups, source.directory)
     missing = [files for files, shard in zip(groups, found, strict=True) if shard is None]
-    return [Order(files, source.recipe.names, newest, source.directory) for files in missing]
+    return [ShardOrder(files, source.recipe.names, newest, source.directory) for files in missing]
 
 
 def _build(
-    orders: list[Order], start: Start, config: RunConfig, num_workers: int | None, on_progress: OnProgress
+    orders: list[ShardOrder], start: Start, config: RunConfig, num_workers: int | None, on_progress: OnProgress
 ) -> None:
     jobs = launcher_of(config.launch.launcher).tasks
     if jobs is None:

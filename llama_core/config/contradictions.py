@@ -13,8 +13,8 @@ from llama_core.config.models import ModelSpec, matches
 from llama_core.config.section import Section
 from llama_core.config.settings import (
     DATALOADER,
-    LEAST_SHARE,
-    MOST_LAYERS,
+    MAX_LAYERS,
+    MIN_SHARE,
     BatchRampStep,
     DataConfig,
     LaunchConfig,
@@ -23,7 +23,7 @@ from llama_core.config.settings import (
     TrainingConfig,
     paths_of,
 )
-from llama_core.config.stages import Stage, later_stages
+from llama_core.config.stages import TrainingStage, later_stages
 from llama_core.config.strategy import PARTS, LoRA
 from llama_core.errors import Problem, not_one_of
 from llama_core.objectives.registry import OBJECTIVES, objective_keys
@@ -61,8 +61,8 @@ def misfits(spec: ModelSpec, training: TrainingConfig, parallel: ParallelConfig)
     if top_k >= spec.vocab_size and "distill_top_k" in OBJECTIVES.named(training.objective).keys:
         text = f" leaves no other token of the {spec.vocab_size:,} of {spec.name}; use fewer"
         yield _wrong("training.distill_top_k", top_k, text, *_NAMED)
-    if spec.num_layers > MOST_LAYERS:
-        yield _wrong("architecture.num_layers", spec.num_layers, f" is above {MOST_LAYERS}", *_LAYERS)
+    if spec.num_layers > MAX_LAYERS:
+        yield _wrong("architecture.num_layers", spec.num_layers, f" is above {MAX_LAYERS}", *_LAYERS)
     pp = parallel.pp
     if pp != "auto" and pp > spec.num_layers:
         text = f" is above the {spec.num_layers} layers of {spec.name}; use at most that"
@@ -302,7 +302,7 @@ def _unusable_weights(setting: str, weights: Mapping[str, float], *others: str) 
         text = f": all weights are 0 ({', '.join(sorted(weights))}); raise one of them"
         yield _wrong(setting.format(min(weights)), 0, text, *others)
     for name, weight in weights.items():
-        if 0 < weight < LEAST_SHARE * total:
+        if 0 < weight < MIN_SHARE * total:
             text = f" is less than a millionth of all weights ({total:g}); raise it, or leave {name} out"
             yield _wrong(setting.format(name), weight, text, *others)
 
@@ -381,7 +381,7 @@ def uneven_lengths(data: DataConfig, parallel: ParallelConfig, lengths: Sequence
         yield Problem(f"data.stages: sequences change their length, and {text}", keys=(*keys, "parallel.zero_backend"))
 
 
-def _disordered(setting: str, asked: Sequence[int], stages: Sequence[Stage]) -> Iterator[Problem]:
+def _disordered(setting: str, asked: Sequence[int], stages: Sequence[TrainingStage]) -> Iterator[Problem]:
     """Yield which stages of one setting do not follow the one before.
 
     Args:

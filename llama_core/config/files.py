@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
+from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
 from llama_core.records.files import contents_of, open_file
 from llama_core.records.owners import who_else_may_replace, who_else_may_write
@@ -34,7 +34,7 @@ def read_yaml(path: Path, kind: str, below: Path | None = None) -> YamlFile:
     """
     try:
         with open_file(path, below) as file:
-            text = contents_of(file, MOST_BYTES_OF_YAML).decode()
+            text = contents_of(file, MAX_BYTES_OF_YAML).decode()
             of_others = who_else_may_write(file.fileno())
             if below is None:  # a run is somebody's as a whole
                 of_others = of_others or who_else_may_replace(path, file.fileno())

@@ -23,7 +23,7 @@ PCIE_BANDWIDTH = 32 * GB
 INTER_NODE_BANDWIDTH = 50 * GB
 """One NDR InfiniBand NIC per GPU, bytes per second each way."""
 GPUS_PER_NODE = 8
-MOST_DEVICES = 2**20
+MAX_DEVICES = 2**20
 """Most devices of a run: far more than any run has used."""
 
 

@@ -30,7 +30,7 @@ from llama_core.config.models import EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_W
 from llama_core.weights import Weight
 
 
-class Factors(NamedTuple):
+class ParametrizationFactors(NamedTuple):
     """What a weight has of each, over what it has in the base model."""
 
     initial: float = 1.0
@@ -43,26 +43,26 @@ class Factors(NamedTuple):
     """AdamW's epsilon."""
 
 
-def factors_of(name: str, spec: ModelSpec) -> Factors:
+def factors_of(name: str, spec: ModelSpec) -> ParametrizationFactors:
     """Return the factors of the parameter called ``name``; all are one without ``spec.base``."""
     if spec.base is None:
-        return Factors()
+        return ParametrizationFactors()
     width = spec.hidden_size / spec.base.width
     depth = spec.num_layers / spec.base.depth
     row = weight_of(name)
     if row is HEAD_WEIGHT:
-        return Factors(1 / width, 1 / width, width)
+        return ParametrizationFactors(1 / width, 1 / width, width)
     if row is FINAL_NORM_WEIGHT and spec.tied_embeddings:
-        return Factors(1 / width, 1 / width)
+        return ParametrizationFactors(1 / width, 1 / width)
     if row in {EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT}:
-        return Factors(epsilon=1 / width)
+        return ParametrizationFactors(epsilon=1 / width)
     return _factors_in_layer(row, width, depth)
 
 
-def _factors_in_layer(row: Weight, width: float, depth: float) -> Factors:
+def _factors_in_layer(row: Weight, width: float, depth: float) -> ParametrizationFactors:
     """Return the factors of a weight inside a layer, with so many times the width and the depth of the base."""
     if len(row.shape) == 1:
-        return Factors(epsilon=1 / (width * depth))
+        return ParametrizationFactors(epsilon=1 / (width * depth))
     if row.begins == "residual":
-        return Factors((width * depth) ** -0.5, 1 / (width * depth), width * depth, 1 / width)
-    return Factors(width**-0.5, 1 / width, width, 1 / (width * depth))
+        return ParametrizationFactors((width * depth) ** -0.5, 1 / (width * depth), width * depth, 1 / width)
+    return ParametrizationFactors(width**-0.5, 1 / width, width, 1 / (width * depth))

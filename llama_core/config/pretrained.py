@@ -8,7 +8,7 @@ from llama_core.adapters.registry import adapter_of_json
 from llama_core.config.hugging_face import is_folder, read_folder
 from llama_core.config.section import Section
 from llama_core.config.strategy import PARTS
-from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
+from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
 from llama_core.hub import at_revision, folder_of
 from llama_core.records.files import DAMAGE, read_file
@@ -33,7 +33,7 @@ def settings_of_weights(path: str) -> dict[str, Any]:
     folder = folder_of(path).absolute()
     try:
         if (folder / "config.yaml").is_file():
-            text = read_file(folder / "config.yaml", folder, MOST_BYTES_OF_YAML).decode()
+            text = read_file(folder / "config.yaml", folder, MAX_BYTES_OF_YAML).decode()
             return _of_run(parse_yaml(text, "config.yaml"))
         if (folder / "config.json").is_file():
             return {"model": str(folder)} | _tokenizer(folder)

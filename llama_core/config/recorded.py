@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.run import RunConfig
-from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML
+from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML
 from llama_core.errors import CheckpointError, ConfigError, Problem, RunDirectoryError
 from llama_core.records.checkpoints import is_complete, list_checkpoints, recorded_sums
 from llama_core.records.checksums import find_damage
@@ -61,7 +61,7 @@ def load_recorded(run: RunDirectory) -> RunConfig:
     """
     content = None
     with suppress(OSError):  # whoever reads it next says what is wrong
-        content = read_file(run.config, run.path, MOST_BYTES_OF_YAML)
+        content = read_file(run.config, run.path, MAX_BYTES_OF_YAML)
     try:
         return _validated(run.path, content)
     except ConfigError as error:

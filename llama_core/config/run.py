@@ -50,8 +50,8 @@ from llama_core.config.pretrained import with_experts_of_folder, with_settings_o
 from llama_core.config.section import Section
 from llama_core.config.settings import (
     DATALOADER,
-    MOST_LAYERS,
-    MOST_MICROBATCHES,
+    MAX_LAYERS,
+    MAX_MICROBATCHES,
     SAMPLE,
     AttentionKernel,
     BenchmarkConfig,
@@ -69,7 +69,7 @@ from llama_core.config.settings import (
     ZeroStage,
     literal_values,
 )
-from llama_core.config.stages import Stage, later_stages, rows_before, tokens_before
+from llama_core.config.stages import TrainingStage, later_stages, rows_before, tokens_before
 from llama_core.config.strategy import PARTS, LoRA, MoE, fine_tuning_defaults, not_a_strategy
 from llama_core.config.strict_yaml import write_yaml
 from llama_core.config.validation import plain, validate
@@ -84,8 +84,8 @@ from llama_core.records.retention import Retention
 
 __all__ = [
     "DATALOADER",
-    "MOST_LAYERS",
-    "MOST_MICROBATCHES",
+    "MAX_LAYERS",
+    "MAX_MICROBATCHES",
     "RANDOM_BASE",
     "SAMPLE",
     "AttentionKernel",
@@ -340,14 +340,14 @@ class RunConfig(Section):
         return tokens_before(num_steps, self.first_batch_size, self.first_seq_len, self.stages)
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[TrainingStage, ...]:
         """The stages of the run after the first."""
         if not self.data.stages and not self.training.batch_ramp:
             return ()
         return later_stages(self.data, self.training.batch_ramp, self.first_batch_size, self.first_seq_len)
 
     @property
-    def timed_stage(self) -> Stage | None:
+    def timed_stage(self) -> TrainingStage | None:
         """The stage whose steps are timed: of those with the longest sequences, the first with the largest steps.
 
         None if that is the first stage of the run.

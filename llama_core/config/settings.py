@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from llama_core.config.hardware import MOST_DEVICES, gpu_spec
+from llama_core.config.hardware import MAX_DEVICES, gpu_spec
 from llama_core.config.job_request import JobRequest
 from llama_core.config.section import Key, KnownName, Section
 from llama_core.config.slurm import SlurmConfig
@@ -42,18 +42,18 @@ SAMPLE = "sample"
 DATALOADER = "dataloader"
 """The data source of a run whose batches come from the caller's own code."""
 
-MOST_SEQUENCES = 2**20
+MAX_SEQUENCES = 2**20
 """Most sequences of a step: far more than any run has used."""
-MOST_MICROBATCHES = 2**13
+MAX_MICROBATCHES = 2**13
 """Most forward passes of a rank in one step. A rank lists all of them before it begins."""
-MOST_LAYERS = 2**8
+MAX_LAYERS = 2**8
 """Most layers of a model: about twice those of LLaMA 3 405B."""
-MOST_TOKENS = 2**24
+MAX_TOKENS = 2**24
 """Most tokens of a sequence."""
-MOST_WORKERS = 2**6
+MAX_WORKERS = 2**6
 """Most threads of a rank that read data."""
 
-LEAST_SHARE = 2.0**-20
+MIN_SHARE = 2.0**-20
 """Smallest share of a mixture that a source may have; a smaller one would hardly ever be read."""
 UNNAMED = ""
 """The name of a source that has none, because it is the only one."""
@@ -125,7 +125,7 @@ LEARNING = Key(on_resume="record", changes="learning")
 
 DataSource = str | tuple[str, ...]
 """Where documents come from: ``SAMPLE``, ``DATALOADER``, a path, or several paths."""
-_MOST_NAMED_PATHS = 3
+_MAX_NAMED_PATHS = 3
 
 
 def paths_of(source: DataSource) -> tuple[str, ...]:
@@ -141,8 +141,8 @@ def with_paths(source: DataSource, change: Callable[[str], str]) -> DataSource:
 def name_of(source: DataSource) -> str:
     """Return a name for a source, of its first paths."""
     paths = paths_of(source)
-    more = len(paths) - _MOST_NAMED_PATHS
-    return ", ".join(paths[:_MOST_NAMED_PATHS]) + (f" and {more:,} more" if more > 0 else "")
+    more = len(paths) - _MAX_NAMED_PATHS
+    return ", ".join(paths[:_MAX_NAMED_PATHS]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def _path_or_paths(value: Any) -> Any:
@@ -210,7 +210,7 @@ class DataStage(Section):
     """Tokens of the run after which it begins; within a step, it begins after that step."""
     weights: dict[SourceName, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Weights in place of those of the same sources in `data.sources`; 0: the stage does not read it."""
-    seq_len: int | None = Field(None, ge=2, le=MOST_TOKENS)
+    seq_len: int | None = Field(None, ge=2, le=MAX_TOKENS)
     """Tokens per sequence in place of `training.seq_len`; a step keeps its tokens and has fewer or more sequences."""
 
 
@@ -263,7 +263,7 @@ class DataConfig(Section):
     cache_dir: Annotated[str | None, Key(on_resume="allow")] = None
     """Folder for token caches; default: $XDG_CACHE_HOME/llama-training-infra. Where others may write, each user has one
     of their own in it."""
-    num_workers: Annotated[int | None, Key(on_resume="allow")] = Field(None, ge=0, le=MOST_WORKERS)
+    num_workers: Annotated[int | None, Key(on_resume="allow")] = Field(None, ge=0, le=MAX_WORKERS)
     """Threads of each rank that read up to two steps ahead; 0: read when a step needs it. Default: half of the rank's
     cores, at most 4. Your own dataloader has its own workers."""
 
@@ -331,16 +331,16 @@ class BatchRampStep(Section):
 
     from_tokens: int = Field(gt=0)
     """Tokens of the run after which steps have it; within a step, after that step."""
-    batch_size: int = Field(ge=1, le=MOST_SEQUENCES)
+    batch_size: int = Field(ge=1, le=MAX_SEQUENCES)
     """Sequences per optimizer step in place of `training.batch_size`."""
 
 
 class TrainingConfig(Section):
     """How the model is trained."""
 
-    seq_len: int | None = Field(None, ge=2, le=MOST_TOKENS)
+    seq_len: int | None = Field(None, ge=2, le=MAX_TOKENS)
     """Tokens per sequence; default: the model's."""
-    batch_size: int | None = Field(None, ge=1, le=MOST_SEQUENCES)
+    batch_size: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
     """Global batch: sequences per optimizer step over all devices; default: 8, rounded up to full microbatches."""
     batch_ramp: Annotated[tuple[BatchRampStep, ...], Field(strict=False)] = ()
     """Other batch sizes later in the run, while the gradient's noise shrinks: [{from_tokens: 1e9, batch_size: 512}].
@@ -478,7 +478,7 @@ class ParallelConfig(Section):
 
     every_key: ClassVar[Key] = HOW
 
-    gpus: Annotated[int, Key(on_resume="allow", changes="batch")] = Field(1, ge=1, le=MOST_DEVICES)
+    gpus: Annotated[int, Key(on_resume="allow", changes="batch")] = Field(1, ge=1, le=MAX_DEVICES)
     """Total devices: GPUs, or processes with --device cpu."""
     tp: Count = "auto"
     """Tensor-parallel ranks, which divide every matrix and the vocabulary."""
@@ -503,11 +503,11 @@ class ParallelConfig(Section):
     num_chunks: Count = "auto"
     """Stages per pipeline rank with the interleaved schedule."""
     microbatch_size: Annotated[int | None, Key(on_resume="allow", changes="batch")] = Field(
-        None, ge=1, le=MOST_SEQUENCES
+        None, ge=1, le=MAX_SEQUENCES
     )
     """Sequences per forward pass on each rank; default: chosen to fit memory and keep a pipeline busy."""
     num_microbatches: Annotated[int | None, Key(on_resume="allow", changes="batch")] = Field(
-        None, ge=1, le=MOST_MICROBATCHES
+        None, ge=1, le=MAX_MICROBATCHES
     )
     """Forward passes per rank in one optimizer step (gradient accumulation); an alternative to microbatch_size.
 

@@ -11,7 +11,7 @@ from llama_core.units import format_count
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """A stage of a run after the first."""
 
     number: int
@@ -85,7 +85,9 @@ def shares_of(weights: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {100 * share:.3g} %" for name, share in read.items())
 
 
-def later_stages(data: DataConfig, ramp: Sequence[BatchRampStep], batch_size: int, seq_len: int) -> tuple[Stage, ...]:
+def later_stages(
+    data: DataConfig, ramp: Sequence[BatchRampStep], batch_size: int, seq_len: int
+) -> tuple[TrainingStage, ...]:
     """Return the stages after the first. One that should begin within a step begins after it.
 
     Args:
@@ -99,7 +101,7 @@ def later_stages(data: DataConfig, ramp: Sequence[BatchRampStep], batch_size: in
     in_data = DataStage(from_tokens=1)  # the first stage changes nothing
     of_step = batch_size * seq_len
     num_steps = num_tokens = 0
-    stages: list[Stage] = []
+    stages: list[TrainingStage] = []
     for asked_tokens in sorted({*data_from, *rows_from}):
         more_steps = max(0, -(-(asked_tokens - num_tokens) // of_step))
         num_steps += more_steps
@@ -108,7 +110,7 @@ def later_stages(data: DataConfig, ramp: Sequence[BatchRampStep], batch_size: in
         of_step = rows_from.get(asked_tokens, of_step // seq_len) * seq_len
         length = in_data.seq_len or seq_len
         stages.append(
-            Stage(
+            TrainingStage(
                 len(stages) + 2,
                 asked_tokens,
                 num_tokens,
@@ -123,7 +125,7 @@ def later_stages(data: DataConfig, ramp: Sequence[BatchRampStep], batch_size: in
     return tuple(stages)
 
 
-def rows_before(num_steps: int, batch_size: int, stages: Sequence[Stage]) -> int:
+def rows_before(num_steps: int, batch_size: int, stages: Sequence[TrainingStage]) -> int:
     """Return how many rows are read in the first steps of a run.
 
     Args:
@@ -137,7 +139,7 @@ def rows_before(num_steps: int, batch_size: int, stages: Sequence[Stage]) -> int
     return last.first_row + (num_steps - last.num_steps) * last.batch_size
 
 
-def tokens_before(num_steps: int, batch_size: int, seq_len: int, stages: Sequence[Stage]) -> int:
+def tokens_before(num_steps: int, batch_size: int, seq_len: int, stages: Sequence[TrainingStage]) -> int:
     """Return how many tokens are read in the first steps of a run.
 
     Args:
@@ -152,6 +154,6 @@ def tokens_before(num_steps: int, batch_size: int, seq_len: int, stages: Sequenc
     return last.num_tokens + (num_steps - last.num_steps) * last.batch_size * (last.other_len or seq_len)
 
 
-def _stage_of(step: int, stages: Sequence[Stage]) -> Stage | None:
+def _stage_of(step: int, stages: Sequence[TrainingStage]) -> TrainingStage | None:
     """Return the stage that a step, counted from 1, is in; None for the first of the run."""
     return next((stage for stage in reversed(stages) if stage.num_steps < step), None)

@@ -16,10 +16,10 @@ import yaml
 from llama_core.errors import ConfigError, why_unreadable
 from llama_core.units import MIB
 
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Most values of a document. An alias counts as all values that it stands for: a few lines cannot become billions."""
 
-MOST_BYTES_OF_YAML = 4 * MIB
+MAX_BYTES_OF_YAML = 4 * MIB
 """Most bytes of a YAML file; a parser takes seconds for each mebibyte."""
 
 
@@ -74,7 +74,7 @@ def parse_yaml(text: str, name: str) -> Any:
     """Return the YAML value in ``text``; errors call its source ``name``.
 
     Raises:
-        ConfigError: if it is not YAML, holds a key twice, or stands for more than ``MOST_VALUES``.
+        ConfigError: if it is not YAML, holds a key twice, or stands for more than ``MAX_VALUES``.
     """
     try:
         loader = _StrictLoader(text)
@@ -115,8 +115,8 @@ def refuse_endless(node: yaml.Node, name: str) -> None:
             open_nodes.remove(id(node))
         return sizes[id(node)]
 
-    if size(node) > MOST_VALUES:
-        raise ConfigError(f"{name}: more than {MOST_VALUES:,} values; write a configuration, with fewer aliases")
+    if size(node) > MAX_VALUES:
+        raise ConfigError(f"{name}: more than {MAX_VALUES:,} values; write a configuration, with fewer aliases")
 
 
 def write_yaml(mapping: dict[str, Any]) -> str:

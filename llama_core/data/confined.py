@@ -62,7 +62,7 @@ class _Confined:
 
     def _ask(self, *request: object) -> dict[str, Any]:
         process = self._process or self._start()
-        ends_at = time.monotonic() + rendering.MOST_SECONDS
+        ends_at = time.monotonic() + rendering.MAX_SECONDS
         try:
             _send(process, request)
             answer = _receive(process, ends_at)
@@ -71,7 +71,7 @@ class _Confined:
             raise TemplateRefusalError(f"{rendering.TOO_LARGE}; {self._remedy}") from None
         except TimeoutError:
             self._end()
-            raise TemplateRefusalError(f"it takes more than {rendering.MOST_SECONDS} s; {self._remedy}") from None
+            raise TemplateRefusalError(f"it takes more than {rendering.MAX_SECONDS} s; {self._remedy}") from None
         except BaseException:  # an interrupt: the answer would be taken for that to the next request
             self._end()
             raise
@@ -86,7 +86,7 @@ class _Confined:
         process = subprocess.Popen(_PROGRAM, stdin=pipe, stdout=pipe, stderr=pipe, env=environment)
         self._finalizer = weakref.finalize(self, _end, process)
         try:
-            _send(process, (rendering.MOST_STEPS, *self._first))
+            _send(process, (rendering.MAX_STEPS, *self._first))
             _receive(process, time.monotonic() + START_SECONDS)
         except (EOFError, BrokenPipeError, TimeoutError):
             said = (self._finalizer() or b"").decode(errors="replace").strip().rpartition("\n")[2]
@@ -184,7 +184,7 @@ def _receive(process: subprocess.Popen[bytes], ends_at: float) -> dict[str, Any]
             raise TimeoutError
         part = os.read(descriptor, _AT_ONCE)
         received += part
-        if not part or len(received) > rendering.MOST_ANSWER_BYTES:
+        if not part or len(received) > rendering.MAX_ANSWER_BYTES:
             raise EOFError
     answer: dict[str, Any] = json.loads(received)
     return answer

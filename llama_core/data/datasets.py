@@ -12,7 +12,7 @@ import numpy as np
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DataConfig, DataSource
-from llama_core.config.stages import Stage, part_name, rows_before
+from llama_core.config.stages import TrainingStage, part_name, rows_before
 from llama_core.data.corpus import OnProgress
 from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedConversations, PackedDataset, pack
@@ -234,7 +234,7 @@ def load_datasets(
     *,
     seq_len: int,
     num_sequences: int | None = None,
-    stages: Sequence[Stage] = (),
+    stages: Sequence[TrainingStage] = (),
     objective: ObjectiveType = NEXT_TOKEN,
     on_progress: OnProgress | None = None,
 ) -> Datasets:
@@ -328,7 +328,7 @@ def _split(
 
 
 def _in_other_lengths(
-    stages: Sequence[Stage],
+    stages: Sequence[TrainingStage],
     sources: Mapping[str, TokenisedSource],
     splits: Mapping[str, Split],
     in_rows: Callable[[Selection, int], PackedDataset],

@@ -13,7 +13,7 @@ from llama_core.data.parquet import arrow_records, parquet_records
 from llama_core.data.raw_record import RawRecord
 from llama_core.data.source_file import (
     COMPRESSIONS,
-    MOST_BYTES_OF_RECORD,
+    MAX_BYTES_OF_RECORD,
     Digest,
     SourceFile,
     compression_of,
@@ -62,9 +62,9 @@ class FileKind:
 
 def _json_lines(file: SourceFile, names: FieldNames, content: Digest | None) -> Iterator[RawRecord]:
     with opened(file, content) as stream:
-        lines = iter(partial(stream.content.readline, MOST_BYTES_OF_RECORD + 1), b"")
+        lines = iter(partial(stream.content.readline, MAX_BYTES_OF_RECORD + 1), b"")
         for number, line in enumerate(lines, start=1):
-            if len(line) > MOST_BYTES_OF_RECORD:
+            if len(line) > MAX_BYTES_OF_RECORD:
                 raise too_large(f"{file.path}:{number}", "the line")
             yield RawRecord(f":{number}", stream.raw.tell(), partial(_parse_line, line, number))
 
@@ -77,8 +77,8 @@ def _parse_line(line: bytes, number: int) -> object:
 
 def _whole_text(file: SourceFile, names: FieldNames, content: Digest | None) -> Iterator[RawRecord]:
     with opened(file, content) as stream:
-        text = stream.content.read(MOST_BYTES_OF_RECORD + 1)
-        if len(text) > MOST_BYTES_OF_RECORD:
+        text = stream.content.read(MAX_BYTES_OF_RECORD + 1)
+        if len(text) > MAX_BYTES_OF_RECORD:
             raise too_large(str(file.path), "the text")
         yield RawRecord("", file.num_bytes, partial(_parse_text, text, names))
 

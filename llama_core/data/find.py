@@ -13,13 +13,13 @@ from pathlib import Path
 
 from llama_core.data.file_kinds import FileKind, beside, index_of, kind_of, known_kinds
 from llama_core.data.remote import RemotePath, path_of
-from llama_core.data.source_file import Place, SourceFile, accessing
+from llama_core.data.source_file import SourceFile, SourcePlace, accessing
 from llama_core.data.splits import OF_DATASETS, is_held_out, not_of_data_sets
 from llama_core.data.undivided import has_llmc_header
 from llama_core.errors import DataError
 from llama_core.units import counted
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 """Most files that a sentence names."""
 _ABOUT_THE_DATA = ("readme", "license", "licence", "copying", "notice", "changelog", "citation")
 """Names of texts that describe a folder and are not part of what is in it."""
@@ -32,7 +32,7 @@ _WITHOUT_INDEX = "of tokens without an index beside it"
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class IgnoredFile:
     """A file that was found and is not read."""
 
     path: Path
@@ -46,7 +46,7 @@ class FoundFiles:
 
     files: tuple[SourceFile, ...]
     """Those to read, in order of the source's paths and, below each, of their own."""
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[IgnoredFile, ...] = ()
     """Those that are not read."""
     repeated: tuple[Path, ...] = ()
     """Those that several of the source's paths lead to."""
@@ -78,7 +78,7 @@ def find_files(*paths: str, held_out: bool = False) -> FoundFiles:
         DataError: if a path leads to no file, or one cannot be accessed.
     """
     taken: dict[Path, SourceFile] = {}
-    left_out: list[LeftOut] = []
+    left_out: list[IgnoredFile] = []
     repeated: list[Path] = []
     for source in paths:
         path = path_of(source)
@@ -98,7 +98,7 @@ def is_data_file(file: Path) -> bool:
     return not file.name.startswith(".") and not _why_not_by_name(file, kind_of(file))
 
 
-def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Path], list[LeftOut]]:
+def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, SourcePlace], list[Path], list[IgnoredFile]]:
     """Return where the files of one path are, unless it is that of a file; the files; and what is left out."""
     folder = path
     if path.is_dir():
@@ -124,11 +124,11 @@ def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Pat
         )
     belonging = {other for file in found for other in beside(file)}
     found = [file for file in found if file not in belonging]
-    places: dict[Path, Place] = {}
+    places: dict[Path, SourcePlace] = {}
     own = Path(os.path.realpath(folder))
-    left_out = [LeftOut(file, reason) for file in found if (reason := _why_not(file, folder, own, places))]
+    left_out = [IgnoredFile(file, reason) for file in found if (reason := _why_not(file, folder, own, places))]
     files = _without(found, left_out)
-    left_out += [LeftOut(file, reason) for file, reason in not_of_data_sets(files, folder)]
+    left_out += [IgnoredFile(file, reason) for file, reason in not_of_data_sets(files, folder)]
     files = _without(files, left_out)
     if not files:
         only = f"; left out {_described(left_out)}" if left_out else ""
@@ -137,23 +137,23 @@ def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, Place], list[Pat
     return places, _without(files, not_asked), [*left_out, *not_asked]
 
 
-def _without(files: Sequence[Path], left_out: Sequence[LeftOut]) -> list[Path]:
+def _without(files: Sequence[Path], left_out: Sequence[IgnoredFile]) -> list[Path]:
     others = {one.path for one in left_out}
     return [file for file in files if file not in others]
 
 
-def _of_other_splits(files: Sequence[Path], folder: Path, *, held_out: bool) -> list[LeftOut]:
+def _of_other_splits(files: Sequence[Path], folder: Path, *, held_out: bool) -> list[IgnoredFile]:
     """Return the files below a folder that are for the other purpose; none if all are for one."""
     for_training = [file for file in files if not is_held_out(str(file.relative_to(folder)))]
     for_others = [file for file in files if is_held_out(str(file.relative_to(folder)))]
     if not (for_training and for_others):
         return []
     if held_out:
-        return [LeftOut(file, "for training") for file in for_training]
-    return [LeftOut(file, "for validation or tests") for file in for_others]
+        return [IgnoredFile(file, "for training") for file in for_training]
+    return [IgnoredFile(file, "for validation or tests") for file in for_others]
 
 
-def _why_not(file: Path, folder: Path, own: Path, places: dict[Path, Place]) -> str:
+def _why_not(file: Path, folder: Path, own: Path, places: dict[Path, SourcePlace]) -> str:
     """Return why a file that was found below a folder is not read; empty if it is: then ``places`` gets its own.
 
     ``own`` is the folder without links.
@@ -193,7 +193,7 @@ def _lacks_index(file: Path, kind: FileKind) -> bool:
     return kind.index is not None and not kind.index(file).exists()
 
 
-def _place(file: Path, folder: Path, own: Path, *, is_of_records: bool) -> Place | None:
+def _place(file: Path, folder: Path, own: Path, *, is_of_records: bool) -> SourcePlace | None:
     """Return where a file of a folder is; None if who made the folder may not give it to others.
 
     It is below the folder wherever links lead, or in a data set of Hugging Face's cache. A file of records may also be
@@ -203,13 +203,13 @@ def _place(file: Path, folder: Path, own: Path, *, is_of_records: bool) -> Place
     target = Path(os.path.realpath(file))  # followed once: somebody could change a link meanwhile
     root = own if target.is_relative_to(own) else _in_cache(target)
     if root is not None:
-        return Place(target, root)
+        return SourcePlace(target, root)
     if not is_of_records:
         return None
     ways = (file, *file.parents[: len(file.relative_to(folder).parts) - 1])
     owners = {way.lstat().st_uid for way in ways if way.is_symlink()}
     is_given = owners <= {os.geteuid(), 0} or owners == {target.lstat().st_uid}
-    return Place(target, target.parent) if is_given else None
+    return SourcePlace(target, target.parent) if is_given else None
 
 
 def _in_cache(target: Path) -> Path | None:
@@ -218,7 +218,7 @@ def _in_cache(target: Path) -> Path | None:
     return next(folders, None)
 
 
-def _as_found(path: Path, places: Mapping[Path, Place]) -> SourceFile:
+def _as_found(path: Path, places: Mapping[Path, SourcePlace]) -> SourceFile:
     place = places.get(path)
     if place is not None:
         found = place.file.lstat()
@@ -266,7 +266,7 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield Path(parent, name)
 
 
-def _described(left_out: Sequence[LeftOut]) -> str:
+def _described(left_out: Sequence[IgnoredFile]) -> str:
     """Return files that are left out by the reason, each with the first names."""
     by_reason: dict[str, list[str]] = {}
     for one in left_out:
@@ -275,4 +275,4 @@ def _described(left_out: Sequence[LeftOut]) -> str:
 
 
 def _first(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")

@@ -59,9 +59,9 @@ Content = str | Tokens | Spoken
 """A text, token ids, a conversation, or answers to a prompt."""
 TEXT_FIELD = "text"
 TOOLS_FIELD = "tools"
-_MOST_NAMED = 12
+_MAX_NAMED = 12
 """Most ignored fields that a note names."""
-_MOST_KEPT = 100
+_MAX_KEPT = 100
 """Most ignored fields that are counted: there may be another one in each record."""
 INPUT_IDS = "input_ids"
 """The field of token ids."""
@@ -226,7 +226,7 @@ class FormatCounts:
     unused: dict[str, int] = dataclasses.field(default_factory=dict)
     """Records that are of another format too, by its title."""
     ignored: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Records with a field that nothing reads, by the field as a note names it; of the first ``_MOST_KEPT``."""
+    """Records with a field that nothing reads, by the field as a note names it; of the first ``_MAX_KEPT``."""
     num_nulls: int = 0
     """Keys that a table gave to the tools or the arguments of calls, as null, and that were dropped."""
     num_kept_nulls: int = 0
@@ -248,7 +248,7 @@ class FormatCounts:
 
     def ignore(self, field: str) -> None:
         """Count a record with a field that nothing reads."""
-        if field in self.ignored or len(self.ignored) < _MOST_KEPT:
+        if field in self.ignored or len(self.ignored) < _MAX_KEPT:
             self.ignored[field] = self.ignored.get(field, 0) + 1
 
     def __add__(self, other: Self) -> Self:
@@ -257,7 +257,7 @@ class FormatCounts:
         return type(self)(
             dict(Counter(self.read) + Counter(other.read)),
             dict(Counter(self.unused) + Counter(other.unused)),
-            dict(list(ignored.items())[:_MOST_KEPT]),
+            dict(list(ignored.items())[:_MAX_KEPT]),
             self.num_nulls + other.num_nulls,
             self.num_kept_nulls + other.num_kept_nulls,
         )
@@ -295,10 +295,10 @@ def _is_given(value: object) -> bool:
 
 def _counted(fields: Mapping[str, int]) -> str:
     """Return fields with the number of records that have each."""
-    first = [f"{field} ({number:,})" for field, number in list(fields.items())[:_MOST_NAMED]]
+    first = [f"{field} ({number:,})" for field, number in list(fields.items())[:_MAX_NAMED]]
     num_more = len(fields) - len(first)
     if num_more:
-        at_least = "at least " if len(fields) == _MOST_KEPT else ""
+        at_least = "at least " if len(fields) == _MAX_KEPT else ""
         return f"{', '.join(first)} and {at_least}{num_more} more"
     return ", ".join(first)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llama_core.data.formats import FieldNames
 from llama_core.data.raw_record import RawRecord, already_read, unusable
-from llama_core.data.source_file import MOST_BYTES_OF_RECORD, Digest, SourceFile, Stream, opened, too_large
+from llama_core.data.source_file import MAX_BYTES_OF_RECORD, Digest, SourceFile, Stream, opened, too_large
 from llama_core.errors import DataError, why_unreadable
 from llama_core.units import MIB
 
@@ -166,7 +166,7 @@ class _Values:
     def _read_on(self) -> None:
         """Add to the text: at least as much as it holds, so that a long value is tried only a few times."""
         text = self._text[self._at :]
-        if len(text) > MOST_BYTES_OF_RECORD:
+        if len(text) > MAX_BYTES_OF_RECORD:
             raise too_large(f"{self.path}:{self.line}", "the value that begins there")
         block = self._stream.content.read(max(MIB, len(text)))
         try:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.config.settings import UNNAMED
-from llama_core.config.stages import Stage, source_name
+from llama_core.config.stages import TrainingStage, source_name
 from llama_core.data.packing import PackedDataset
 from llama_core.errors import DataError
 from llama_core.records.data_changes import DataChange
@@ -97,7 +97,7 @@ class Blend:
 
     @classmethod
     def of(cls, weights: Sequence[float]) -> "Blend":
-        """Return the order for some weights: 0, or positive numbers of at least ``LEAST_SHARE`` of their sum."""
+        """Return the order for some weights: 0, or positive numbers of at least ``MIN_SHARE`` of their sum."""
         exact = [Fraction(weight) for weight in weights]
         total = sum(exact)
         return cls(tuple(round(_WHOLE * bound / total) for bound in accumulate(exact)))
@@ -228,7 +228,7 @@ class Mixture:
     """
 
     def __init__(
-        self, sources: Mapping[str, PackedDataset], weights: Mapping[str, float], stages: Sequence[Stage] = ()
+        self, sources: Mapping[str, PackedDataset], weights: Mapping[str, float], stages: Sequence[TrainingStage] = ()
     ) -> None:
         self.names = tuple(sorted(sources))
         self.sources = tuple(sources[name] for name in self.names)

@@ -35,16 +35,16 @@ Tools = Sequence[Mapping[str, Any]] | None
 Spans = tuple[tuple[int, int], ...]
 """The begin and end of each span of characters, in order."""
 
-MOST_STEPS = 1_000_000
+MAX_STEPS = 1_000_000
 """Most turns of loops, and calls, of one rendering; a conversation of a thousand messages takes thousands."""
-MOST_SECONDS = 60
+MAX_SECONDS = 60
 """Most time of one answer of the process."""
-MOST_BYTES = 2**31
+MAX_BYTES = 2**31
 """Most memory of the process."""
-TOO_LARGE = f"it takes more than {MOST_BYTES / 2**30:g} GiB of memory"
-MOST_CHARACTERS = 2**24
+TOO_LARGE = f"it takes more than {MAX_BYTES / 2**30:g} GiB of memory"
+MAX_CHARACTERS = 2**24
 """Most characters of a rendered conversation."""
-MOST_ANSWER_BYTES = 2**27
+MAX_ANSWER_BYTES = 2**27
 """Most bytes of an answer: several for a character, and the spans."""
 LARGEST_BITS = 4096
 """Most bits of a number that a template computes."""
@@ -52,7 +52,7 @@ REMEDY = "change the conversation, or name another data.chat_template"
 """The end of every refusal of a chat template."""
 REMEDY_OF_TASKS = "mend the task, or choose another"
 """The end of every refusal of a task's template."""
-MOST_TEMPLATES = 1000
+MAX_TEMPLATES = 1000
 """Most templates of tasks that are kept compiled."""
 _COUNTED = "counted"
 
@@ -83,7 +83,7 @@ class Renderer:
         most_steps: most turns of loops, and calls, of one rendering.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any], today: date, most_steps: int = MOST_STEPS) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any], today: date, most_steps: int = MAX_STEPS) -> None:
         self.source = source
         self.variables = variables
         self.today = today
@@ -189,10 +189,10 @@ class TaskRenderer:
         most_steps: most turns of loops, and calls, of one rendering.
     """
 
-    def __init__(self, most_steps: int = MOST_STEPS) -> None:
+    def __init__(self, most_steps: int = MAX_STEPS) -> None:
         self._sandbox = _TaskSandbox(most_steps, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         self._sandbox.filters["regex_replace"] = _regex_replace
-        self._compiled = lru_cache(MOST_TEMPLATES)(lambda source: _compiled(self._sandbox, source))
+        self._compiled = lru_cache(MAX_TEMPLATES)(lambda source: _compiled(self._sandbox, source))
 
     def render(self, source: str, document: Mapping[str, Any]) -> str:
         """Return the text that a template makes of a document.
@@ -208,8 +208,8 @@ def _rendered(sandbox: "_Counted", template: jinja2.Template, values: Mapping[st
     try:
         sandbox.begin()
         text = template.render(**values)
-        if len(text) > MOST_CHARACTERS:
-            raise jinja2.TemplateError(f"it renders more than {MOST_CHARACTERS:,} characters")
+        if len(text) > MAX_CHARACTERS:
+            raise jinja2.TemplateError(f"it renders more than {MAX_CHARACTERS:,} characters")
     except MemoryError:
         raise TemplateRefusalError(f"{TOO_LARGE}; {remedy}") from None
     except Exception as error:  # a template is a program and may raise anything
@@ -289,7 +289,7 @@ def _is_large(operator: str, left: Any, right: Any) -> bool:
         return abs(factor) > LARGEST_BITS or left.bit_length() * abs(factor) + right.bit_length() > LARGEST_BITS
     lengths = [len(side) for side in (left, right) if isinstance(side, Sized)]
     numbers = [side for side in (left, right) if isinstance(side, int)]
-    return operator == "*" and math.prod([*lengths, *numbers]) > MOST_STEPS
+    return operator == "*" and math.prod([*lengths, *numbers]) > MAX_STEPS
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -341,7 +341,7 @@ def main(requests: Iterable[bytes], answers: IO[bytes]) -> None:
     The first has the limit of steps and, to render conversations, the template and what it sees. The others are
     conversations, or else a task's template and a document.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     renderer: Renderer | TaskRenderer | None = None
     for line in requests:
         request = json.loads(line)

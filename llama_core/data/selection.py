@@ -25,7 +25,7 @@ _HASHES = 2**64
 """How many hashes a text may have."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Documents of a shard that follow each other."""
 
     first: int
@@ -43,7 +43,7 @@ class Part:
     """Some documents of a shard, whose tokens are one stream."""
 
     shard: Shard
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     """The documents, in order; no span is empty."""
 
     @cached_property
@@ -180,7 +180,7 @@ def _lowest_of_several(cache: TokenCache) -> list[np.uint64]:
 class _HeldOut:
     """The contents of ``split-*.json``."""
 
-    spans: list[list[Span]]
+    spans: list[list[TokenSpan]]
     """The documents that are held out of each shard."""
 
 
@@ -197,7 +197,7 @@ def _split(cache: TokenCache, bound: int, known: npt.NDArray[np.uint64]) -> Spli
     return Split(_selection(cache, rest), _selection(cache, held_out))
 
 
-def _remembered(path: Path, cache: TokenCache) -> list[list[Span]] | None:
+def _remembered(path: Path, cache: TokenCache) -> list[list[TokenSpan]] | None:
     try:
         record = read_typed(path, _HeldOut)
     except RunDirectoryError:  # there is none yet, or it is damaged and will be written again
@@ -206,14 +206,14 @@ def _remembered(path: Path, cache: TokenCache) -> list[list[Span]] | None:
     return record.spans if fits else None
 
 
-def _follow(shard: Shard, spans: Sequence[Span]) -> bool:
+def _follow(shard: Shard, spans: Sequence[TokenSpan]) -> bool:
     """Return whether spans lie in a shard, one after another."""
     documents = [0, *(number for span in spans for number in (span.first, span.last)), shard.facts.num_documents]
     tokens = [0, *(number for span in spans for number in (span.begin, span.end)), shard.facts.num_tokens]
     return documents == sorted(documents) and tokens == sorted(tokens)
 
 
-def _held_out_of(shard: Shard, bound: int, known: npt.NDArray[np.uint64]) -> list[Span]:
+def _held_out_of(shard: Shard, bound: int, known: npt.NDArray[np.uint64]) -> list[TokenSpan]:
     hashes = shard.text_hashes
     num_lowest = int(np.searchsorted(hashes, np.uint64(bound), side="left"))
     bounds = [(0, num_lowest)]
@@ -223,25 +223,25 @@ def _held_out_of(shard: Shard, bound: int, known: npt.NDArray[np.uint64]) -> lis
         found = (lasts > firsts) & (firsts >= num_lowest)
         bounds += zip(firsts[found].tolist(), lasts[found].tolist(), strict=True)
     offsets = shard.offsets
-    spans = [Span(first, last, int(offsets[first]), int(offsets[last])) for first, last in bounds if last > first]
+    spans = [TokenSpan(first, last, int(offsets[first]), int(offsets[last])) for first, last in bounds if last > first]
     if not _follow(shard, spans):
         raise shard.removed("its offsets or hashes do not ascend")
     return spans
 
 
-def _whole(shard: Shard) -> Span:
-    return Span(0, shard.facts.num_documents, 0, shard.facts.num_tokens)
+def _whole(shard: Shard) -> TokenSpan:
+    return TokenSpan(0, shard.facts.num_documents, 0, shard.facts.num_tokens)
 
 
-def _rest(shard: Shard, spans: Sequence[Span]) -> list[Span]:
+def _rest(shard: Shard, spans: Sequence[TokenSpan]) -> list[TokenSpan]:
     """Return the documents of a shard that are in none of some spans."""
     whole = _whole(shard)
-    before = [Span(0, 0, 0, 0), *spans]
-    after = [*spans, Span(whole.last, whole.last, whole.end, whole.end)]
-    return [Span(one.last, other.first, one.end, other.begin) for one, other in zip(before, after, strict=True)]
+    before = [TokenSpan(0, 0, 0, 0), *spans]
+    after = [*spans, TokenSpan(whole.last, whole.last, whole.end, whole.end)]
+    return [TokenSpan(one.last, other.first, one.end, other.begin) for one, other in zip(before, after, strict=True)]
 
 
-def _selection(cache: TokenCache, spans: Sequence[Sequence[Span]]) -> Selection:
+def _selection(cache: TokenCache, spans: Sequence[Sequence[TokenSpan]]) -> Selection:
     filled = [tuple(span for span in of_shard if span.last > span.first) for of_shard in spans]
     parts = [Part(shard, of_shard) for shard, of_shard in zip(cache.shards, filled, strict=True) if of_shard]
     return Selection(tuple(parts), cache.eos_id, cache.has_conversations)

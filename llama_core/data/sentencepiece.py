@@ -31,7 +31,7 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ [0-9]+\n")
 """How a file begins that has the bytes of a token in base64, and its id, on each line."""
 _LONGEST_PIECE = 256
 """Most characters of a piece; SentencePiece itself makes none of more than 16 unless it is told to."""
-_MOST_MERGES = 32
+_MAX_MERGES = 32
 """Most pairs that make a piece, over all pieces; Llama 2 has two for each."""
 _CONVERSION = (
     'convert it with: pip install transformers sentencepiece; python -c "from transformers import AutoTokenizer; '
@@ -167,7 +167,7 @@ def listed_merges(merges: Iterable[tuple[str, str]], num_pieces: int) -> list[tu
     Raises:
         NotSentencePieceError: if there are many more than pieces.
     """
-    most = _MOST_MERGES * num_pieces
+    most = _MAX_MERGES * num_pieces
     listed = list(islice(merges, most + 1))
     if len(listed) > most:
         raise NotSentencePieceError(f"its {num_pieces:,} pieces have more than {most:,} merges; copy it again")

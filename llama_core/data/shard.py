@@ -26,7 +26,7 @@ TEXT_HASHES = "text_hashes.bin"
 IGNORED = "ignored.bin"
 IS_CONVERSATION = "is_conversation.bin"
 SECONDS = "seconds.bin"
-MOST_MAPPED = 512
+MAX_MAPPED = 512
 """Files of shards that a process keeps open: half of what it may open where nobody has raised the limit."""
 
 
@@ -147,7 +147,7 @@ class Shard:
         return DataError(f"shard {self.path} of the token cache is damaged ({damage}); start again to build it again")
 
 
-@lru_cache(maxsize=MOST_MAPPED)
+@lru_cache(maxsize=MAX_MAPPED)
 def _mapped(shard: Shard, name: str) -> npt.NDArray[Any]:
     dtype, length = shard.layout[name]
     if not length:  # an empty file cannot be mapped

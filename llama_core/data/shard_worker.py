@@ -1,8 +1,8 @@
 """A process that builds shards for another one: ``python -m llama_core.data.shard_worker``.
 
-Its parent writes a pickled ``Start`` and ``Order`` after ``Order`` to its standard input. What it answers on its
-standard output is JSON, a line each: the bytes of an order that it has read so far (``num_bytes``), and at the end why
-there is no shard, or an empty string (``problem``). It ends when its input does.
+Its parent writes a pickled ``Start`` and then one ``ShardOrder`` after another to its standard input. What it answers
+on its standard output is JSON, a line each: the bytes of an order that it has read so far (``num_bytes``), and at the
+end why there is no shard, or an empty string (``problem``). It ends when its input does.
 """
 
 import json
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import IO
 
 from llama_core.data.shard_store import build_shard
-from llama_core.data.shard_workers import Order, Start
+from llama_core.data.shard_workers import ShardOrder, Start
 from llama_core.data.tokenizer import Tokenizer, model_tokenizer
 from llama_core.errors import DataError, TrainingInfraError
 from llama_core.log_lines import warnings_on_stderr
@@ -41,9 +41,9 @@ def main() -> int:
     return 0
 
 
-def _next(orders: IO[bytes]) -> Order | None:
+def _next(orders: IO[bytes]) -> ShardOrder | None:
     try:
-        order: Order = pickle.load(orders)
+        order: ShardOrder = pickle.load(orders)
     except EOFError:
         return None
     return order
@@ -56,7 +56,7 @@ class _Maker:
         self._start = start
         self._tokenizer: Tokenizer | None = None
 
-    def __call__(self, order: Order, on_progress: Callable[[int], None]) -> str:
+    def __call__(self, order: ShardOrder, on_progress: Callable[[int], None]) -> str:
         """Build a shard; return why that is impossible, or an empty string."""
         try:
             if self._tokenizer is None:

@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Order:
+class ShardOrder:
     """A shard to build."""
 
     files: tuple[SourceFile, ...]
@@ -69,7 +69,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def build_orders(orders: Sequence[Order], start: Start, num_workers: int, on_progress: OnProgress) -> None:
+def build_orders(orders: Sequence[ShardOrder], start: Start, num_workers: int, on_progress: OnProgress) -> None:
     """Build shards in several processes; the largest first, so that none is left alone at the end.
 
     Args:
@@ -95,7 +95,7 @@ def build_orders(orders: Sequence[Order], start: Start, num_workers: int, on_pro
 class _Crew:
     """The processes that build some shards."""
 
-    def __init__(self, orders: Sequence[Order], start: Start, on_progress: OnProgress) -> None:
+    def __init__(self, orders: Sequence[ShardOrder], start: Start, on_progress: OnProgress) -> None:
         self._orders = deque(sorted(orders, key=lambda order: order.num_bytes, reverse=True))
         self._start = start
         self._on_progress = on_progress
@@ -130,16 +130,16 @@ class _Crew:
                 if worker.poll() is None:
                     worker.terminate()
 
-    def _next(self) -> Order | None:
+    def _next(self) -> ShardOrder | None:
         with self._lock:
             return self._orders.popleft() if self._orders else None
 
-    def _send(self, worker: subprocess.Popen[bytes], what: Start | Order) -> None:
+    def _send(self, worker: subprocess.Popen[bytes], what: Start | ShardOrder) -> None:
         assert worker.stdin is not None
         pickle.dump(what, worker.stdin)
         worker.stdin.flush()
 
-    def _follow(self, worker: subprocess.Popen[bytes], order: Order) -> None:
+    def _follow(self, worker: subprocess.Popen[bytes], order: ShardOrder) -> None:
         assert worker.stdout is not None
         seen = 0
         while True:
@@ -161,7 +161,7 @@ class _Crew:
             self._on_progress(self._done, self._total)
 
 
-def _died(worker: subprocess.Popen[bytes], order: Order | None) -> DataError:
+def _died(worker: subprocess.Popen[bytes], order: ShardOrder | None) -> DataError:
     """Return the error for a worker that has ended while it built a shard: libraries die of some damaged files."""
     code = worker.wait()
     how = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -20,7 +20,7 @@ from llama_core.errors import DataError
 from llama_core.records.files import open_file
 from llama_core.units import MIB, format_bytes
 
-MOST_BYTES_OF_RECORD = 256 * MIB
+MAX_BYTES_OF_RECORD = 256 * MIB
 """Most bytes of a line, a value of a JSON array or a text file: a few compressed bytes may stand for any number."""
 
 
@@ -36,7 +36,7 @@ class SourceFile:
     """When the kernel last saw a change of contents, name or rights; nobody can set it."""
     index: "SourceFile | None" = None
     """The file beside it that says where its documents are, if its kind has one."""
-    place: "Place | None" = None
+    place: "SourcePlace | None" = None
     """Where it is, if it was found in a folder; None if somebody named it, and links are their own."""
 
     @property
@@ -64,7 +64,7 @@ class SourceFile:
         return open_file(self.path) if self.place is None else self.place.open()
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """Where a file of a folder is, without a link on the way."""
 
     file: Path
@@ -168,9 +168,9 @@ def _decompressing(path: Path, compression: Compression) -> Iterator[None]:
 
 
 def too_large(location: str, what: str) -> DataError:
-    """Return the error for a record of more than ``MOST_BYTES_OF_RECORD``."""
+    """Return the error for a record of more than ``MAX_BYTES_OF_RECORD``."""
     return DataError(
-        f"{location}: {what} has more than the {format_bytes(MOST_BYTES_OF_RECORD)} that a document may have; split it"
+        f"{location}: {what} has more than the {format_bytes(MAX_BYTES_OF_RECORD)} that a document may have; split it"
     )
 
 

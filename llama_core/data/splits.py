@@ -20,7 +20,7 @@ OF_DATASETS = (_INFO, "dataset_infos.json", _SPLITS, _STATE)
 """Files in which Hugging Face's datasets library describes the others."""
 _COMPUTED = re.compile(r"cache-[0-9a-f]{16}.*\.arrow")
 """What ``map`` and ``filter`` of that library call their results."""
-_MOST_BYTES = 2**24
+_MAX_BYTES = 2**24
 """Most bytes of a description; that of a data set of 100,000 files has 5 MB."""
 
 
@@ -86,7 +86,7 @@ def _described(path: Path) -> dict[str, object]:
     if not path.is_file():  # reading a pipe would wait
         return {}
     with path.open("rb") as file:
-        text = file.read(_MOST_BYTES)
+        text = file.read(_MAX_BYTES)
     try:
         described = json.loads(text)
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import UNNAMED, DataConfig
-from llama_core.config.stages import Stage, source_name
+from llama_core.config.stages import TrainingStage, source_name
 from llama_core.data.bad_lines import BadLines
 from llama_core.data.chat import ConversationCounts, about_frame, about_vocabulary, notes
 from llama_core.data.entropy import Entropies, token_entropies
@@ -20,7 +20,7 @@ from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, read_typed, write_json
 
-_MOST_COUNTED_TOKENS = 2**33
+_MAX_COUNTED_TOKENS = 2**33
 """Training tokens above which no entropies are counted."""
 
 
@@ -255,7 +255,7 @@ def _about(
     return tuple(about)
 
 
-def _about_stages(stages: Sequence[Stage], num_sequences: int | None) -> Iterator[str]:
+def _about_stages(stages: Sequence[TrainingStage], num_sequences: int | None) -> Iterator[str]:
     """Yield a sentence on each stage that begins later than asked, or that the run does not reach."""
     for stage in stages:
         if stage.rounding:
@@ -280,7 +280,7 @@ def _entropies(
     if tokenizer != BYTES or UNNAMED not in train:
         return None
     chosen = train[UNNAMED].selection
-    if chosen.num_tokens > _MOST_COUNTED_TOKENS or chosen.has_pairs:
+    if chosen.num_tokens > _MAX_COUNTED_TOKENS or chosen.has_pairs:
         return None
     path = sources[UNNAMED].cache.directory / f"entropy-{chosen.digest}.json"
     with suppress(RunDirectoryError):

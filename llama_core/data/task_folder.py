@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, refuse_endless
+from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, refuse_endless
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.records.files import DAMAGE, read_file, user_path
 
@@ -51,7 +51,7 @@ _PLAIN_OF_DATASET = {
 _OF_GROUP = {"aggregate_metric_list", "group", "group_alias", "metadata", "task"}
 _OF_ANY_MEMBER = {"group", "group_alias", "num_fewshot", "tag", "task", "task_alias"}
 """Keys that a group may set of any task, also of one whose functions are not known here."""
-_MOST_LETTERS = 200
+_MAX_LETTERS = 200
 """Most letters of a setting that a line repeats."""
 _IGNORED_FOLDERS = {"__pycache__", ".ipynb_checkpoints"}
 _PLAIN_TAG = "tag:yaml.org,2002:"
@@ -115,7 +115,7 @@ def _task_files(folder: Path) -> list[Path]:
 def _refusal(file: Path, found: str) -> ConfigError:
     known = _PLAIN_OF_TASK | _CHECKED.keys()
     nearest = "" if re.split(r"[:.]", found)[0] in known else did_you_mean(found, known)
-    found = found if len(found) <= _MOST_LETTERS else f"{found[:_MOST_LETTERS]}..."
+    found = found if len(found) <= _MAX_LETTERS else f"{found[:_MAX_LETTERS]}..."
     return ConfigError(f"{file}: {found} may execute code; read the file, and allow it with {ALLOW}{nearest}")
 
 
@@ -160,7 +160,7 @@ class _Reader:
         try:
             if not self._allow_code and file.is_symlink():
                 raise ConfigError(f"{file} is a link; copy the file itself, or read it and allow it with {ALLOW}")
-            content = read_file(file, None if self._allow_code else self._folder, MOST_BYTES_OF_YAML)
+            content = read_file(file, None if self._allow_code else self._folder, MAX_BYTES_OF_YAML)
             loader = yaml.SafeLoader(content)
             loader.name = str(file)
             try:

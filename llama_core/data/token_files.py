@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from llama_core.data.formats import INPUT_IDS, FieldNames
 from llama_core.data.raw_record import RawRecord, already_read
-from llama_core.data.source_file import MOST_BYTES_OF_RECORD, Digest, SourceFile, take_all, too_large
+from llama_core.data.source_file import MAX_BYTES_OF_RECORD, Digest, SourceFile, take_all, too_large
 from llama_core.data.stored_ids import StoredIds
 from llama_core.errors import DataError
 
@@ -22,7 +22,7 @@ _MEGATRON = b"MMIDIDX\x00\x00"
 _MEGATRON_VERSION = 1
 _MEGATRON_TYPES = {1: "<u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """The types of ids by their codes."""
-_MOST_INDEX_BYTES, _FREE_BYTES = 20, 4096
+_MAX_INDEX_BYTES, _FREE_BYTES = 20, 4096
 """Most bytes of an index for each byte of ids: those of a sequence and a document. Some documents may be empty."""
 _HEADER = struct.Struct("<9sQBQQ")
 """Magic, version, code of the type, number of sequences, number of documents and one."""
@@ -112,7 +112,7 @@ def _documents(  # noqa: PLR0917 - what is read, and where in it
         take_all(file, content)
     field = names[INPUT_IDS]
     longest = int((ends - begins).max(initial=0)) * np.dtype(dtype).itemsize
-    if longest > MOST_BYTES_OF_RECORD:
+    if longest > MAX_BYTES_OF_RECORD:
         raise too_large(str(file.path), "a document")
     with StoredIds(file, np.dtype(dtype)) as tokens:
         for number, (begin, end) in enumerate(zip(begins, ends, strict=True), start=1):
@@ -122,7 +122,7 @@ def _documents(  # noqa: PLR0917 - what is read, and where in it
 
 def _index(file: SourceFile) -> SourceFile:
     assert file.index is not None, "find_files leaves out a file without the index of its kind"
-    if file.index.num_bytes > _MOST_INDEX_BYTES * (file.num_bytes + _FREE_BYTES):
+    if file.index.num_bytes > _MAX_INDEX_BYTES * (file.num_bytes + _FREE_BYTES):
         raise DataError(
             f"{file.index.path} has {file.index.num_bytes:,} bytes, more than the documents of {file.path.name} take; "
             "copy both again"

@@ -30,9 +30,9 @@ SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 ADDED_TOKENS = "added_tokens.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a chat template knows by name, in the order in which transformers adds them."""
-MOST_BYTES_OF_VOCABULARY = 256 * MIB
+MAX_BYTES_OF_VOCABULARY = 256 * MIB
 """Most bytes of a ``tokenizer.json``; Llama 3's has 9 MB, Gemma's 33."""
-MOST_BYTES_OF_MODEL = 64 * MIB
+MAX_BYTES_OF_MODEL = 64 * MIB
 """Most bytes of a ``tokenizer.model``; Llama 2's has 0.5 MB, Gemma's 4."""
 
 _ANY = ""
@@ -133,7 +133,7 @@ class _Files:
 
     def read(self) -> ReadTokenizer:
         try:
-            most_bytes = MOST_BYTES_OF_MODEL if self._is_sentencepiece else MOST_BYTES_OF_VOCABULARY
+            most_bytes = MAX_BYTES_OF_MODEL if self._is_sentencepiece else MAX_BYTES_OF_VOCABULARY
             self._content = read_file(self._file, most_bytes=most_bytes)
             self._class = self._find_class()
             backend = self._built()

@@ -20,13 +20,13 @@ from llama_core.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
-MOST_GROWTH = 256
+MAX_GROWTH = 256
 """How many times as long the steps of a tokenizer may make a text; that of T5 may make it 72 times as long."""
-MOST_ADDED = 1000
+MAX_ADDED = 1000
 """Most tokens that a tokenizer may add to each text; one or two are usual."""
-MOST_CHARACTERS = 4096
+MAX_CHARACTERS = 4096
 """Most characters of a token; the longest of the known tokenizers are some hundreds of spaces."""
-MOST_SECONDS = 60
+MAX_SECONDS = 60
 """Most time for a text of a few words; see ``SLOWEST``."""
 SLOWEST = 10_000
 """Fewest characters of a long text per second; a core tokenises about a million."""
@@ -64,9 +64,9 @@ def refuse_costly_file(described: Any, file: str) -> None:
         raise DataError(f"tokenizer {file!r} is nested too deeply; use another") from None
     except (AttributeError, KeyError, LookupError, TypeError):
         return  # the package says what is wrong with it
-    if longest > MOST_CHARACTERS:
+    if longest > MAX_CHARACTERS:
         raise DataError(
-            f"tokenizer {file!r} has a token of {longest:,} characters, more than {MOST_CHARACTERS:,}; use another"
+            f"tokenizer {file!r} has a token of {longest:,} characters, more than {MAX_CHARACTERS:,}; use another"
         )
 
 
@@ -93,17 +93,17 @@ def _described(part: Any) -> Mapping[str, Any]:
 def _refuse(parts: Mapping[str, Mapping[str, Any]], file: str) -> None:
     for keys in (("normalizer", "pre_tokenizer"), ("decoder",)):
         growth = math.prod(_growth(parts[key]) for key in keys)
-        if growth > MOST_GROWTH:
+        if growth > MAX_GROWTH:
             raise DataError(
                 f"the {' and the '.join(keys)} in tokenizer {file!r} may make a text {growth:,.0f} times as long, more "
-                f"than {MOST_GROWTH} times; shorten what their steps write, or use another tokenizer"
+                f"than {MAX_GROWTH} times; shorten what their steps write, or use another tokenizer"
             )
     num_added, num_texts = _framing(parts["post_processor"])
-    if num_added > MOST_ADDED or num_texts > 1:
+    if num_added > MAX_ADDED or num_texts > 1:
         repeats = f" and repeats it {num_texts:,} times" if num_texts > 1 else ""
         raise DataError(
             f"the post_processor in tokenizer {file!r} adds {num_added:,} tokens to each text{repeats}; at most "
-            f"{MOST_ADDED:,} are added, to one text; leave them out, or use another tokenizer"
+            f"{MAX_ADDED:,} are added, to one text; leave them out, or use another tokenizer"
         )
 
 
@@ -184,7 +184,7 @@ class Limited:
         Raises:
             DataError: if it fails, or takes too long.
         """
-        seconds = MOST_SECONDS + num_characters / SLOWEST
+        seconds = MAX_SECONDS + num_characters / SLOWEST
         if self._last is not None and not self._last.done():
             raise DataError(f"tokenizer {self._name!r} still works on another text; use another")
         answer = self._last = Future[Result]()

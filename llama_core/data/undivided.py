@@ -19,7 +19,7 @@ import numpy.typing as npt
 from llama_core.config.settings import TokenDtype
 from llama_core.data.formats import INPUT_IDS, FieldNames
 from llama_core.data.raw_record import RawRecord, already_read
-from llama_core.data.source_file import MOST_BYTES_OF_RECORD, Digest, SourceFile, take_all
+from llama_core.data.source_file import MAX_BYTES_OF_RECORD, Digest, SourceFile, take_all
 from llama_core.data.stored_ids import StoredIds
 from llama_core.data.tokenizer import Tokenizer, token_dtype
 from llama_core.errors import DataError
@@ -158,10 +158,10 @@ def _documents(file: SourceFile, ids: _Ids, layout: TokenLayout) -> Iterator[tup
                 yield begin, end
             begin = end
         unended = (first + len(piece) - begin) * tokens.dtype.itemsize
-        if unended > MOST_BYTES_OF_RECORD:
+        if unended > MAX_BYTES_OF_RECORD:
             raise DataError(
                 f"{file.path}: no end of text (token {tokenizer.eos_id} of tokenizer {tokenizer.name!r}) in the "
-                f"{format_bytes(MOST_BYTES_OF_RECORD)} after token {begin:,}; name the tokenizer that made these ids "
+                f"{format_bytes(MAX_BYTES_OF_RECORD)} after token {begin:,}; name the tokenizer that made these ids "
                 "as data.tokenizer"
             )
     if _says_something(tokens[begin:], tokenizer):

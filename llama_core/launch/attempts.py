@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from llama_core.config.hardware import MOST_DEVICES
+from llama_core.config.hardware import MAX_DEVICES
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.places import CONTROLLER_LOG, own_submission
 from llama_core.records.directory import RunDirectory
@@ -57,7 +57,7 @@ class Attempt:
 class RankExit:
     """How one rank's worker process ended, as its supervisor saw it."""
 
-    rank: Annotated[int, Field(ge=0, lt=MOST_DEVICES)]
+    rank: Annotated[int, Field(ge=0, lt=MAX_DEVICES)]
     exit_code: int | None
     """Exit code; None if a signal ended it."""
     signal: int | None
@@ -66,7 +66,7 @@ class RankExit:
     """Whether the kernel's out-of-memory killer struck on the machine when the process was killed."""
     stopped: bool
     """Whether the supervisor ended it because another rank had failed, or a later attempt had begun."""
-    num_ranks: Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+    num_ranks: Annotated[int, Field(ge=1, le=MAX_DEVICES)]
     """Ranks of the job."""
     ended_at: float
     """Seconds since the epoch."""

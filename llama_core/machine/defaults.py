@@ -9,7 +9,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.launchers.registry import with_nodes
 from llama_core.machine.detect import Machine
 
-MOST_READING_THREADS = 4
+MAX_READING_THREADS = 4
 """Most threads that read data in a rank by default: a few hide the latency of a disk, and the cores have other work."""
 
 
@@ -97,7 +97,7 @@ def _num_workers(config: RunConfig, machine: Machine, device: str) -> tuple[int,
 
 def reading_threads(cores: int) -> int:
     """Return how many threads of a rank with ``cores`` cores read data ahead: with a core or less to itself, none."""
-    return min(MOST_READING_THREADS, cores // 2)
+    return min(MAX_READING_THREADS, cores // 2)
 
 
 def _gpu_type(machine: Machine) -> tuple[str, str]:

@@ -20,7 +20,13 @@ from torch import Tensor
 from llama_core.config.settings import TrainingConfig
 from llama_core.models.batch import IGNORE_INDEX, Batch, at_places
 from llama_core.models.head import HeadInputs
-from llama_core.models.preferences import Answers, Outcome, PreferenceObjective, answer_log_probabilities, first_tokens
+from llama_core.models.preferences import (
+    AnswerLosses,
+    Answers,
+    PreferenceObjective,
+    answer_log_probabilities,
+    first_tokens,
+)
 from llama_core.objectives.preferences import KTO, MISMATCH, REFERENCE
 
 _Places = npt.NDArray[np.int64]
@@ -69,13 +75,13 @@ class Kto(PreferenceObjective):
         gain, number = sums.unbind()
         self._divergence = (gain / number.clamp(min=1)).clamp(min=0)
 
-    def of_pairs(self, answers: Answers) -> Outcome:
+    def of_pairs(self, answers: Answers) -> AnswerLosses:
         """Return losses and rewards of each answer."""
         good_BP, bad_BP = (answers.gains - self._divergence).unbind(-1)
         # 1 - sigmoid(x) is sigmoid(-x), which does not round where it is small
         of_good_BP = self.desirable_weight * torch.sigmoid(-self.beta * good_BP)
         of_bad_BP = self.undesirable_weight * torch.sigmoid(self.beta * bad_BP)
-        return Outcome(torch.stack((of_good_BP, of_bad_BP), dim=-1), self.beta * answers.gains)
+        return AnswerLosses(torch.stack((of_good_BP, of_bad_BP), dim=-1), self.beta * answers.gains)
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of answers whose first token is here."""

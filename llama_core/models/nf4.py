@@ -101,7 +101,7 @@ def _nearest(values: Tensor, levels: tuple[float, ...]) -> Tensor:
     return torch.bucketize(values, (numbers[1:] + numbers[:-1]) / 2).to(torch.uint8)
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where the blocks of a part lie in its whole matrix."""
 
     first_row: int
@@ -119,7 +119,7 @@ class Place(NamedTuple):
         return (rows_O[:, None] + blocks_N).flatten()
 
 
-def unpack(packed: Packed, place: Place, dtype: torch.dtype) -> Tensor:
+def unpack(packed: Packed, place: BlockPlace, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a matrix, or of a part of one, [rows, columns].
 
     Args:
@@ -140,7 +140,7 @@ def unpack(packed: Packed, place: Place, dtype: torch.dtype) -> Tensor:
     return matrix_OI
 
 
-def _scales_of_part(packed: Packed, place: Place) -> Tensor:
+def _scales_of_part(packed: Packed, place: BlockPlace) -> Tensor:
     codes_N = packed.bytes_OK.view(-1, BLOCK_BYTES)[:, -1]
     return _scales(codes_N, packed.scales_G[place.blocks(packed.bytes_OK) // GROUP], packed.scales_G[-1])
 
@@ -158,7 +158,7 @@ def _numbers(pairs: Tensor, scales_N: Tensor, out: Tensor | None = None) -> Tens
 
 def unpack_whole(packed: Packed, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a whole matrix, [rows, columns]."""
-    return unpack(packed, Place(0, 0, packed.bytes_OK.shape[1] // BLOCK_BYTES), dtype)
+    return unpack(packed, BlockPlace(0, 0, packed.bytes_OK.shape[1] // BLOCK_BYTES), dtype)
 
 
 def rounded(matrix_OI: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ def _check_levels(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor
 
 class _PackedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bytes_OK: Tensor, scales_G: Tensor, place: Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bytes_OK: Tensor, scales_G: Tensor, place: BlockPlace) -> Tensor:
         # not saved: if the last product of a block saved something, recomputation would have to run that product again
         ctx.packed = Packed(bytes_OK, scales_G)
         ctx.place = place
@@ -246,21 +246,21 @@ def multiply(x: Tensor, packed_OK: Tensor, scales_G: Tensor | None) -> Tensor:
     """Return ``x @ matrix.T`` in the dtype of ``x``: the product of a ``Linear`` that is held in NF4."""
     assert scales_G is not None
     if not isinstance(packed_OK, DTensor):
-        return _multiply(Place(0, 0, packed_OK.shape[1] // BLOCK_BYTES), x, packed_OK, scales_G)
+        return _multiply(BlockPlace(0, 0, packed_OK.shape[1] // BLOCK_BYTES), x, packed_OK, scales_G)
     place = _place(packed_OK)
     return multiply_own_part(partial(_multiply, place), x, packed_OK, local_part(scales_G))
 
 
-def _place(packed_OK: DTensor) -> Place:
+def _place(packed_OK: DTensor) -> BlockPlace:
     """Return where the part lies that a tensor-parallel rank holds; torch's own function would break the graph."""
     own_OK = local_part(packed_OK)
     rank = packed_OK.device_mesh.get_local_rank()
     blocks_of_row = packed_OK.shape[1] // BLOCK_BYTES
     if packed_OK.placements[0].is_shard(0):
-        return Place(rank * own_OK.shape[0], 0, blocks_of_row)
-    return Place(0, rank * own_OK.shape[1] // BLOCK_BYTES, blocks_of_row)
+        return BlockPlace(rank * own_OK.shape[0], 0, blocks_of_row)
+    return BlockPlace(0, rank * own_OK.shape[1] // BLOCK_BYTES, blocks_of_row)
 
 
-def _multiply(place: Place, x: Tensor, packed_OK: Tensor, scales_G: Tensor | None) -> Tensor:
+def _multiply(place: BlockPlace, x: Tensor, packed_OK: Tensor, scales_G: Tensor | None) -> Tensor:
     out: Tensor = _PackedLinear.apply(x, packed_OK, scales_G, place)  # type: ignore[no-untyped-call]
     return out

@@ -24,7 +24,7 @@ from llama_core.models.loss import linear_cross_entropies
 from llama_core.objectives.preferences import ANSWER, DPO, IPO, ORPO, REFERENCE, SIMPO
 from llama_core.objectives.traits import ObjectiveType
 
-MOST_PROBABLE = -1e-6
+MAX_PROBABLE = -1e-6
 """Largest mean log-probability of a token for which odds are computed: those of a certain answer are infinite."""
 
 
@@ -49,7 +49,7 @@ class Answers(NamedTuple):
         return self.log_probabilities - self.references
 
 
-class Outcome(NamedTuple):
+class AnswerLosses(NamedTuple):
     """What an objective makes of some pairs."""
 
     losses: Tensor
@@ -89,7 +89,7 @@ class PreferenceObjective:
         """Return the log-probability of each answer of each row, [B, A], in nats."""
         return answer_log_probabilities(head, batch)
 
-    def of_pairs(self, answers: Answers) -> Outcome:
+    def of_pairs(self, answers: Answers) -> AnswerLosses:
         """Return losses and rewards."""
         raise NotImplementedError
 
@@ -176,13 +176,13 @@ class Dpo(PreferenceObjective):
         super().__init__(beta)
         self.label_smoothing = label_smoothing
 
-    def of_pairs(self, answers: Answers) -> Outcome:
+    def of_pairs(self, answers: Answers) -> AnswerLosses:
         """Return losses and rewards."""
         rewards_BP2 = self.beta * answers.gains
         margins_BP = _margins(rewards_BP2)
         right_BP = F.logsigmoid(margins_BP) * (1 - self.label_smoothing)
         wrong_BP = F.logsigmoid(-margins_BP) * self.label_smoothing
-        return Outcome(-right_BP - wrong_BP, rewards_BP2)
+        return AnswerLosses(-right_BP - wrong_BP, rewards_BP2)
 
 
 class Ipo(PreferenceObjective):
@@ -195,10 +195,10 @@ class Ipo(PreferenceObjective):
 
     kind = IPO
 
-    def of_pairs(self, answers: Answers) -> Outcome:
+    def of_pairs(self, answers: Answers) -> AnswerLosses:
         """Return losses and rewards."""
         margins_BP = _margins(answers.gains / answers.lengths)
-        return Outcome((margins_BP - 1 / (2 * self.beta)).square(), self.beta * answers.gains)
+        return AnswerLosses((margins_BP - 1 / (2 * self.beta)).square(), self.beta * answers.gains)
 
 
 class Simpo(PreferenceObjective):
@@ -217,10 +217,10 @@ class Simpo(PreferenceObjective):
         super().__init__(beta)
         self.gamma = gamma
 
-    def of_pairs(self, answers: Answers) -> Outcome:
+    def of_pairs(self, answers: Answers) -> AnswerLosses:
         """Return losses and rewards."""
         rewards_BP2 = self.beta * answers.means
-        return Outcome(-F.logsigmoid(_margins(rewards_BP2) - self.gamma), rewards_BP2)
+        return AnswerLosses(-F.logsigmoid(_margins(rewards_BP2) - self.gamma), rewards_BP2)
 
 
 class Orpo(PreferenceObjective):
@@ -234,13 +234,13 @@ class Orpo(PreferenceObjective):
 
     kind = ORPO
 
-    def of_pairs(self, answers: Answers) -> Outcome:
+    def of_pairs(self, answers: Answers) -> AnswerLosses:
         """Return losses and rewards."""
         means_BP2 = answers.means
-        certain_BP2 = means_BP2.clamp(max=MOST_PROBABLE)
+        certain_BP2 = means_BP2.clamp(max=MAX_PROBABLE)
         log_odds_BP2 = means_BP2 - torch.log(-torch.expm1(certain_BP2))
         losses_BP = -means_BP2[..., 0] - self.beta * F.logsigmoid(_margins(log_odds_BP2))
-        return Outcome(losses_BP, self.beta * means_BP2)
+        return AnswerLosses(losses_BP, self.beta * means_BP2)
 
 
 def answer_log_probabilities(head: HeadInputs, batch: Batch) -> Tensor:

@@ -26,7 +26,7 @@ _NUM_CODES = 16
 _NUM_SCALE_CODES = 256
 _STATE = "quant_state.bitsandbytes__"
 _TENSORS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
-_MOST_STATE_BYTES = 4096
+_MAX_STATE_BYTES = 4096
 """Many times what bitsandbytes writes."""
 _AGAIN = "download it again, or use the unquantised model"
 
@@ -149,10 +149,10 @@ def _state(matrix: str, file: Path, parts: Mapping[str, StoredTensor]) -> _State
         )
     stored = parts[f"{_STATE}nf4"]
     num_bytes = math.prod(stored.shape)
-    if stored.dtype != "U8" or num_bytes > _MOST_STATE_BYTES:
+    if stored.dtype != "U8" or num_bytes > _MAX_STATE_BYTES:
         raise WeightsError(
             f"{stored.file}: the quant_state of {matrix} is {stored.dtype} {list(stored.shape)}, not at most "
-            f"{_MOST_STATE_BYTES} bytes; {_AGAIN}"
+            f"{_MAX_STATE_BYTES} bytes; {_AGAIN}"
         )
     try:
         with open_file(stored.file) as opened:

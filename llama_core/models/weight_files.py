@@ -21,7 +21,7 @@ WHOLE = "model.safetensors"
 """The weights file of an unsharded model."""
 INDEX = "model.safetensors.index.json"
 """The file that says where each weight of a sharded model is."""
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that we read, by the format's names."""
@@ -193,14 +193,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             size = os.fstat(opened.fileno()).st_size
             prefix = opened.read(8)
             length = int.from_bytes(prefix, "little")
-            text = opened.read(length) if 8 + length <= size and length <= MOST_HEADER_BYTES else b""
+            text = opened.read(length) if 8 + length <= size and length <= MAX_HEADER_BYTES else b""
     except OSError as error:
         raise WeightsError(f"cannot read {file}: {error.strerror or error}") from None
     if prefix == b"version ":
         raise WeightsError(f"{file} is a Git LFS pointer without the weights; run git lfs pull")
-    if 8 + length <= size and length > MOST_HEADER_BYTES:
+    if 8 + length <= size and length > MAX_HEADER_BYTES:
         raise WeightsError(
-            f"{file} has a header of {length:,} bytes, more than the {MOST_HEADER_BYTES:,} of the format; {_AGAIN}"
+            f"{file} has a header of {length:,} bytes, more than the {MAX_HEADER_BYTES:,} of the format; {_AGAIN}"
         )
     if not text:
         raise WeightsError(f"{file} has {size:,} bytes, fewer than its header; {_AGAIN}")

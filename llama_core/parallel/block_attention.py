@@ -55,7 +55,7 @@ class BlockMask:
         return cls(queries, keys, causal=False, bias_B1QJ=bias_B1QJ, blind_B1Q=~visible_BQJ.any(-1)[:, None])
 
 
-class Kernel(NamedTuple):
+class BlockKernel(NamedTuple):
     """A fused attention and its gradient, on tensors cut to the visible part of a block."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -94,7 +94,7 @@ def block_backward(
     return grad_q_BNQH, torch.stack(grads_kv)
 
 
-def kernel_for(q_BNQH: Tensor, mask: BlockMask) -> Kernel:
+def kernel_for(q_BNQH: Tensor, mask: BlockMask) -> BlockKernel:
     """Return the kernel for these queries under this mask."""
     if not q_BNQH.is_cuda:
         return CPU
@@ -114,7 +114,7 @@ def _cpu_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
     return grads
 
 
-CPU = Kernel(_cpu_forward, _cpu_backward)
+CPU = BlockKernel(_cpu_forward, _cpu_backward)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def _flash_backward(*tensors_and_mask: Any) -> tuple[Tensor, ...]:
     return grads
 
 
-CUDA_FLASH = Kernel(_flash_forward, _flash_backward)
+CUDA_FLASH = BlockKernel(_flash_forward, _flash_backward)
 
 
 def _biased_forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
@@ -164,7 +164,7 @@ def _per_head(bias_B1QJ: Tensor | None, q_BNQH: Tensor) -> Tensor | None:
     return None if bias_B1QJ is None else bias_B1QJ.expand(-1, q_BNQH.shape[1], -1, -1)
 
 
-CUDA_BIASED = Kernel(_biased_forward, _biased_backward)
+CUDA_BIASED = BlockKernel(_biased_forward, _biased_backward)
 """The slower kernel, for additive masks and fp32, which ``CUDA_FLASH`` does not support."""
 
 
@@ -190,7 +190,7 @@ def _seen(window: int) -> tuple[int, int]:
     return window - 1, 0  # -1 is all
 
 
-VARLEN = Kernel(_varlen_forward, _varlen_backward)
+VARLEN = BlockKernel(_varlen_forward, _varlen_backward)
 """The kernel for documents, on CUDA and in 16 bits, for tensors with tokens first and without rows.
 
 In place of a mask it takes the starts of all documents' queries and the end of the last, the same for their keys, both

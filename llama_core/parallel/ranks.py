@@ -28,7 +28,7 @@ PATIENCE = timedelta(days=1)
 """How long ranks wait for work that may take hours, such as tokenising a data set or writing a checkpoint."""
 
 _THREADS = Path("/proc/self/task")
-_MOST_SECONDS_AWAKE = 10
+_MAX_SECONDS_AWAKE = 10
 """How long a rank that has ended waits for gloo's threads, some of which a lost rank may keep busy."""
 
 
@@ -93,7 +93,7 @@ def _leave_group() -> None:
     (pytorch/pytorch#190489).
     """
     dist.destroy_process_group()
-    until = time.monotonic() + _MOST_SECONDS_AWAKE
+    until = time.monotonic() + _MAX_SECONDS_AWAKE
     times_asleep = 0
     while times_asleep < 2 and time.monotonic() < until:
         time.sleep(0.001)  # without the interpreter's lock: a thread that waits for it wakes, and is seen running

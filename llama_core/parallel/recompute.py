@@ -27,7 +27,7 @@ from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocum
 from llama_core.parallel.ring import RING_ATTENTION
 from llama_core.planning.plan import KEPT_PRODUCTS, ParallelPlan
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Graphs that the blocks of a run may be compiled to.
 
 There is one for each kind of layer, length of rows, and kind of batch: with documents or without, in training or in
@@ -98,7 +98,7 @@ def recompute_and_compile(
 
     Raises:
         EnvironmentMismatchError: if this machine lacks what it takes to compile for its GPU.
-        PlanError: from the model, if its blocks need more than ``MOST_GRAPHS``.
+        PlanError: from the model, if its blocks need more than ``MAX_GRAPHS``.
     """
     if plan.compile and device.type == "cuda":
         check_can_compile()
@@ -113,7 +113,7 @@ def recompute_and_compile(
         # DDP would have every block cut into graphs of 25 MB of parameters, so that it can send a bucket between two of
         # them. A block is a small part of a model: the buckets overlap with the blocks before it.
         torch._dynamo.config.optimize_ddp = False
-        torch._dynamo.config.recompile_limit = MOST_GRAPHS
+        torch._dynamo.config.recompile_limit = MAX_GRAPHS
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         model.forward = _naming_the_limit(model.forward)  # type: ignore[method-assign]
         model.attention_mask = _of_any_number_of_documents(model.attention_mask)
@@ -130,7 +130,7 @@ def _naming_the_limit(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return forward(*args, **named)
         except FailOnRecompileLimitHit as error:
             raise PlanError(
-                f"parallel.compile: the blocks of this run need more than {MOST_GRAPHS} graphs, one for each kind of "
+                f"parallel.compile: the blocks of this run need more than {MAX_GRAPHS} graphs, one for each kind of "
                 "layer and batch and each length of rows; set parallel.compile=false, or give stages fewer lengths"
             ) from error
 

@@ -29,7 +29,7 @@ _COPIES_OF_LOGITS = 2
 
 
 @dataclass(frozen=True)
-class Forward:
+class EvaluationForward:
     """The largest forward of an evaluation."""
 
     tokens: int
@@ -45,7 +45,7 @@ class Forward:
         return cls(max(TOKENS_OF_A_FORWARD, config.first_seq_len), is_kept=False)
 
 
-def evaluation_bytes(spec: ModelSpec, plan: ParallelPlan, itemsize: int, forward: Forward) -> int:
+def evaluation_bytes(spec: ModelSpec, plan: ParallelPlan, itemsize: int, forward: EvaluationForward) -> int:
     """Return the bytes of the fullest of the devices that evaluate a model together.
 
     Args:
@@ -58,7 +58,7 @@ def evaluation_bytes(spec: ModelSpec, plan: ParallelPlan, itemsize: int, forward
     return max(_bytes_of_stage(spec, plan.tp, layers, itemsize, forward) for layers in stages)
 
 
-def _bytes_of_stage(spec: ModelSpec, tp: int, layers: range, itemsize: int, forward: Forward) -> int:
+def _bytes_of_stage(spec: ModelSpec, tp: int, layers: range, itemsize: int, forward: EvaluationForward) -> int:
     stream = forward.tokens * itemsize * _STREAMS * spec.hidden_size
     block = forward.tokens * itemsize * _widest(spec) // tp
     logits = 0

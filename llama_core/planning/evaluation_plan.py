@@ -11,7 +11,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.launchers.traits import LauncherType
-from llama_core.planning.evaluation import Forward, evaluation_bytes, weight_bytes
+from llama_core.planning.evaluation import EvaluationForward, evaluation_bytes, weight_bytes
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import itemsize_of
 from llama_core.units import format_bytes
@@ -174,7 +174,7 @@ def _ways(spec: ModelSpec, asked: EvaluationConfig, in_node: int, most_nodes: in
 
 def _bytes(config: RunConfig, way: EvaluationPlan, dtype: EvaluationDtype | None = None) -> int:
     itemsize = itemsize_of(dtype or config.evaluation.dtype)
-    return evaluation_bytes(config.spec, way.plan, itemsize, Forward.of(config))
+    return evaluation_bytes(config.spec, way.plan, itemsize, EvaluationForward.of(config))
 
 
 def _too_small(config: RunConfig, way: EvaluationPlan, gpu: DeviceSpec) -> str:

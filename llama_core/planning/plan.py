@@ -9,8 +9,8 @@ from typing import Any, Self
 from llama_core.attention import kernels_of, refusal
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import (
-    MOST_LAYERS,
-    MOST_MICROBATCHES,
+    MAX_LAYERS,
+    MAX_MICROBATCHES,
     AttentionKernel,
     GradientCompression,
     Offload,
@@ -102,14 +102,14 @@ class ParallelPlan:
         for name in (*ranks, "num_chunks", "microbatch_size", "num_microbatches"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} is not at least 1"
-        if self.num_microbatches > MOST_MICROBATCHES:
+        if self.num_microbatches > MAX_MICROBATCHES:
             yield (
                 f"num_microbatches={self.num_microbatches} in one step, of {self.microbatch_size} sequences each, is "
-                f"above {MOST_MICROBATCHES}; use a smaller batch_size, a larger microbatch_size or more gpus"
+                f"above {MAX_MICROBATCHES}; use a smaller batch_size, a larger microbatch_size or more gpus"
             )
-        if self.pp * self.num_chunks > MOST_LAYERS:  # their schedule would take minutes to build
+        if self.pp * self.num_chunks > MAX_LAYERS:  # their schedule would take minutes to build
             yield (
-                f"pp={self.pp} with num_chunks={self.num_chunks} makes more stages than the {MOST_LAYERS} layers "
+                f"pp={self.pp} with num_chunks={self.num_chunks} makes more stages than the {MAX_LAYERS} layers "
                 "that a model may have; use fewer"
             )
         if self.zero_stage not in range(4):

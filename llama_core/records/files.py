@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA_VERSION = 1
-MOST_BYTES = 64 * MIB
+MAX_BYTES = 64 * MIB
 """Most bytes of a record: much more than any that this software writes."""
-MOST_BYTES_OF_LINES = 256 * MIB
+MAX_BYTES_OF_LINES = 256 * MIB
 """Most bytes of a file that has a line for each step or activity."""
 FREE_VALUES = 2**18
 """Values of a table that may take no room in its file; each further one takes a byte. Those that repeat take none."""
@@ -204,7 +204,7 @@ def own_file(path: Path) -> Path:
     return target
 
 
-def read_file(path: Path, below: Path | None = None, most_bytes: int = MOST_BYTES) -> bytes:
+def read_file(path: Path, below: Path | None = None, most_bytes: int = MAX_BYTES) -> bytes:
     """Return the contents of a file; see ``open_file``.
 
     Raises:
@@ -214,7 +214,7 @@ def read_file(path: Path, below: Path | None = None, most_bytes: int = MOST_BYTE
         return contents_of(file, most_bytes)
 
 
-def contents_of(file: BufferedReader, most_bytes: int = MOST_BYTES) -> bytes:
+def contents_of(file: BufferedReader, most_bytes: int = MAX_BYTES) -> bytes:
     """Return the contents of an open file.
 
     Raises:
@@ -406,7 +406,7 @@ def read_lines(path: Path, kind: type[T], below: Path) -> list[T]:
     """
     records = []
     try:
-        for line in read_file(path, below, MOST_BYTES_OF_LINES).decode().splitlines():
+        for line in read_file(path, below, MAX_BYTES_OF_LINES).decode().splitlines():
             with suppress(json.JSONDecodeError):
                 records.append(json.loads(line, parse_int=_integer))
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-MOST_ROWS = 4096
+MAX_ROWS = 4096
 """Most rows that are kept apart; of more, neighbours are added up."""
 TOLD_APART = 2.0
 """Standard errors above which a difference is hardly chance: 95 of 100 differences by chance alone are smaller."""
@@ -56,7 +56,7 @@ class HeldOutRows:
     def of(cls, losses: Sequence[float], counts: Sequence[int]) -> Self:
         """Return the rows in which anything counts; of very many rows, neighbours are added up."""
         counted = [(loss, count) for loss, count in zip(losses, counts, strict=True) if count]
-        together = max(1, math.ceil(len(counted) / MOST_ROWS))
+        together = max(1, math.ceil(len(counted) / MAX_ROWS))
         groups = [counted[start : start + together] for start in range(0, len(counted), together)]
         return cls(
             tuple(math.fsum(loss for loss, _ in group) for group in groups),

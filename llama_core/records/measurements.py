@@ -10,7 +10,7 @@ from pydantic import Field
 from llama_core.records.held_out import Difference, HeldOutRows
 from llama_core.units import format_bytes, format_count, format_duration
 
-MOST_WAITING = 0.1
+MAX_WAITING = 0.1
 """Share of the time that computing threads wait for a core, above which a measurement is called disturbed."""
 NAMED_LOSS = "eval_loss/"
 """What the name of a named held-out loss begins with: in TensorBoard, Weights & Biases and a sweep's objective."""
@@ -315,6 +315,6 @@ class BenchmarkRecord:
 
 def disturbance(waiting_share: float | None) -> str | None:
     """Return a clause that says how long threads waited for a core; None if they hardly did, or nobody knows."""
-    if waiting_share is None or waiting_share <= MOST_WAITING:
+    if waiting_share is None or waiting_share <= MAX_WAITING:
         return None
     return f"threads waited for a core {waiting_share:.0%} of the time: the machine was shared"

@@ -19,7 +19,7 @@ from llama_core.errors import RunDirectoryError, why_unreadable
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import (
     DAMAGE,
-    MOST_BYTES_OF_LINES,
+    MAX_BYTES_OF_LINES,
     append_lines,
     atomic_write,
     checked_record,
@@ -243,7 +243,7 @@ def _read_part(run: RunDirectory, path: Path) -> "pa.Table":
 def _appended(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the appended records, without a last line that was cut short."""
     try:
-        content = read_file(run.metrics_tail, run.path, MOST_BYTES_OF_LINES)
+        content = read_file(run.metrics_tail, run.path, MAX_BYTES_OF_LINES)
     except FileNotFoundError:
         return []
     except OSError as error:

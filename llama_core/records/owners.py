@@ -46,7 +46,7 @@ def refuse_foreign(run: RunDirectory, what: str) -> None:
         )
 
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 """As many as the kernel follows."""
 _OF_SUBMITIT = "logs/submitit/submission-*"
 
@@ -144,7 +144,7 @@ def _walked(path: Path) -> tuple[str, Path]:
         if found.st_uid not in {os.getuid(), 0}:
             return f"is reached through {place / name}, which belongs to {account_name(found.st_uid)}", place
         num_links += 1
-        if num_links > _MOST_LINKS:
+        if num_links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = (place / name).readlink()
         left += reversed(target.parts[1:] if target.is_absolute() else target.parts)

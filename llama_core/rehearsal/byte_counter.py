@@ -171,7 +171,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class LiveBytes:
     """The bytes that were alive at one instant."""
 
     num_bytes: int
@@ -187,11 +187,11 @@ class Snapshot:
 class Segment:
     """A part of a computation, from one call of ``begin_segment`` to the next."""
 
-    start: Snapshot
+    start: LiveBytes
     """The bytes alive when it began."""
     layer: int | None = None
     """The layer with which it continues the previous segment; None if it begins something new."""
-    peaks: dict[Phase, Snapshot] = field(default_factory=dict)
+    peaks: dict[Phase, LiveBytes] = field(default_factory=dict)
     """The peak in every phase that the segment touches."""
     flops: int = 0
     transfers: Counter[Transfer] = field(default_factory=Counter)
@@ -277,9 +277,9 @@ class ByteCounter(TorchDispatchMode):
         return sum(segment.flops for segment in self.segments)
 
     @property
-    def peaks(self) -> dict[Phase, Snapshot]:
+    def peaks(self) -> dict[Phase, LiveBytes]:
         """The peak in every phase, over all segments."""
-        most: dict[Phase, Snapshot] = {}
+        most: dict[Phase, LiveBytes] = {}
         for phase, peak in chain.from_iterable(segment.peaks.items() for segment in self.segments):
             if phase not in most or peak.num_bytes > most[phase].num_bytes:
                 most[phase] = peak
@@ -294,8 +294,8 @@ class ByteCounter(TorchDispatchMode):
         self.segments.clear()
         self.begin_segment()
 
-    def _snapshot(self, where: str) -> Snapshot:
-        return Snapshot(self.total_bytes, self._alive.copy(), where, self._num_born)
+    def _snapshot(self, where: str) -> LiveBytes:
+        return LiveBytes(self.total_bytes, self._alive.copy(), where, self._num_born)
 
     def relabel(self, tensors: Iterable[Tensor], category: Category, *, unless: Collection[Category] = ()) -> None:
         """Count the memory of ``tensors`` under ``category``, even if it was not counted before.

@@ -45,7 +45,7 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class CalledOperation:
     """What one rank passes to an operation of a communicator."""
 
     name: str
@@ -71,7 +71,7 @@ class Call:
     """One call of one rank to a communicator."""
 
     communicator: Communicator
-    operations: tuple[Operation, ...]
+    operations: tuple[CalledOperation, ...]
     """A collective, or sends and receives that are launched together."""
     after: tuple[int, ...] = ()
     """Numbers of the rank's earlier calls that the issuing stream had waited for."""
@@ -182,8 +182,8 @@ def _named(call: Call | None) -> str:
 
 
 def _unequal_transfers(ranks: Ranks) -> Iterator[str]:
-    sent: dict[tuple[Communicator, int, int], list[tuple[Operation, str]]] = defaultdict(list)
-    received: dict[tuple[Communicator, int, int], list[tuple[Operation, str]]] = defaultdict(list)
+    sent: dict[tuple[Communicator, int, int], list[tuple[CalledOperation, str]]] = defaultdict(list)
+    received: dict[tuple[Communicator, int, int], list[tuple[CalledOperation, str]]] = defaultdict(list)
     for rank, made in enumerate(ranks):
         for call in made:
             for operation in call.operations:
@@ -207,16 +207,16 @@ def _unequal_transfers(ranks: Ranks) -> Iterator[str]:
             break
 
 
-def _at(messages: Sequence[tuple[Operation, str]], number: int) -> tuple[Operation | None, str]:
+def _at(messages: Sequence[tuple[CalledOperation, str]], number: int) -> tuple[CalledOperation | None, str]:
     return messages[number] if number < len(messages) else (None, "")
 
 
-def _is_met(send: Operation, receive: Operation) -> bool:
+def _is_met(send: CalledOperation, receive: CalledOperation) -> bool:
     known = (send.dtype, send.elements, send.content)
     return known == (receive.dtype, receive.elements, receive.content)
 
 
-def _message(operation: Operation | None, where: str) -> str:
+def _message(operation: CalledOperation | None, where: str) -> str:
     return "none" if operation is None else f"{operation}{where and f' in {where}'}"
 
 

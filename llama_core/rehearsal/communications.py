@@ -28,7 +28,7 @@ from llama_core.errors import DeadlockError
 from llama_core.models.batch import Batch, ones_per_token
 from llama_core.models.layers import local_part
 from llama_core.parallel import expert, gathered_attention
-from llama_core.parallel.block_attention import Kernel
+from llama_core.parallel.block_attention import BlockKernel
 from llama_core.parallel.expert import Dispatch
 from llama_core.parallel.measured import measured_totals
 from llama_core.parallel.mesh import Mesh
@@ -40,8 +40,8 @@ from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import replaced
 from llama_core.rehearsal.call_order import (
     Call,
+    CalledOperation,
     Communicator,
-    Operation,
     Ranks,
     circle,
     collectives_in_line,
@@ -298,19 +298,19 @@ def _differentiate(_: Tensor, *qkv: Any) -> tuple[Tensor, ...]:
 
 
 _NOWHERE = Path("never-written")
-_NO_ATTENTION = Kernel(_attend, _differentiate)
+_NO_ATTENTION = BlockKernel(_attend, _differentiate)
 """Stands for CUDA's attention over documents, which no CPU has."""
 
 
 def _async_save(recorder: Recorder, state: Any, *, process_group: Any, **_: Any) -> "Future[None]":
-    recorder.call(process_group.communicator, Operation("save"))
+    recorder.call(process_group.communicator, CalledOperation("save"))
     done: Future[None] = Future()
     done.set_result(None)
     return done
 
 
 def _load(recorder: Recorder, state: Any, *, process_group: Any, **_: Any) -> None:
-    recorder.host_waits(recorder.call(process_group.communicator, Operation("load")))
+    recorder.host_waits(recorder.call(process_group.communicator, CalledOperation("load")))
 
 
 def _purposes(mesh: Mesh) -> dict[Communicator, Communicator]:

@@ -16,7 +16,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.planning.fully_shard import Resharding
 from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.byte_counter import Segment, Snapshot
+from llama_core.rehearsal.byte_counter import LiveBytes, Segment
 from llama_core.rehearsal.transfers import Transfer
 from llama_core.schedules.actions import COMPUTATIONS, SENDS, Action, Kind, Schedule
 from llama_core.schedules.walk import Progress, Situation, walk
@@ -217,7 +217,7 @@ class Rise(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Change:
+class BytesChange:
     """The changes between two instants, relative to the bytes alive at the first."""
 
     growth: Counter[Category]
@@ -228,7 +228,7 @@ class Change:
     transfers: Counter[Transfer]
 
     @classmethod
-    def of(cls, segment: Segment, end: Snapshot) -> "Change":
+    def of(cls, segment: Segment, end: LiveBytes) -> "BytesChange":
         """Return the change over a segment that ended at ``end``."""
         start = segment.start.categories
         rises: dict[Phase, Rise] = {}
@@ -238,7 +238,7 @@ class Change:
         return cls(growth, rises, segment.flops, segment.transfers)
 
     @classmethod
-    def joined(cls, changes: Iterable["Change"]) -> "Change":
+    def joined(cls, changes: Iterable["BytesChange"]) -> "BytesChange":
         """Return the change over several, one after the other."""
         growth: Counter[Category] = Counter()
         rises: dict[Phase, Rise] = {}
@@ -255,7 +255,7 @@ class Change:
             transfers += change.transfers
         return cls(growth, rises, flops, transfers)
 
-    def placed(self, rename: Callable[[int], int]) -> "Change":
+    def placed(self, rename: Callable[[int], int]) -> "BytesChange":
         """Return the same change in places whose layers have other numbers."""
         rises: dict[Phase, Rise] = {}
         for phase, (num_bytes, where) in self.rises.items():
@@ -269,13 +269,13 @@ class Recording:
 
     start: Counter[Category]
     """Bytes alive when a step begins."""
-    prologue: Change
+    prologue: BytesChange
     """The changes before the first action."""
-    changes: dict[Step, Change]
+    changes: dict[Step, BytesChange]
     """The changes in every step of a rank's work that was traced."""
     update_start: Counter[Category]
     """Bytes alive when the optimizer begins."""
-    update: Change
+    update: BytesChange
     """The changes in the optimizer."""
 
     def knows(self, wanted: Iterable[Step]) -> bool:
@@ -314,7 +314,7 @@ class ComposedStep:
         """The peaks as a memory profile."""
         return MemoryProfile({phase: dict(categories) for phase, categories in self.peaks.items()})
 
-    def add(self, level: Counter[Category], change: Change) -> None:
+    def add(self, level: Counter[Category], change: BytesChange) -> None:
         """Add ``change``, which starts with ``level`` alive."""
         for phase, (num_bytes, where) in change.rises.items():
             height = level.total() + num_bytes.total()

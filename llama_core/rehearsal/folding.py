@@ -21,7 +21,7 @@ from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama
 from llama_core.planning.fully_shard import Resharding
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.compose import Change
+from llama_core.rehearsal.compose import BytesChange
 
 KEPT_AT_EACH_END = 3
 """Layers that run at each end of a stretch. The third one gathers weights only for layers of its own kind."""
@@ -58,13 +58,13 @@ class FoldedStage:
             watched += range(gap.stop, gap.stop + 2)
         return watched
 
-    def unfolded(self, changes: Sequence[tuple[int | None, Change]]) -> Change | None:
+    def unfolded(self, changes: Sequence[tuple[int | None, BytesChange]]) -> BytesChange | None:
         """Return the change through the whole stage; None if the layers on both sides of a gap differ.
 
         Args:
             changes: the changes of a trace, each with the watched layer that it begins with; None for the first.
         """
-        parts: list[Change] = []
+        parts: list[BytesChange] = []
         for number, (layer, change) in enumerate(changes):
             parts.append(change if layer is None else self._placed(change, layer, layer))
             if layer is None or number + 1 == len(changes):
@@ -80,13 +80,13 @@ class FoldedStage:
             # a backward runs the layers in reverse
             left_out = gap if layer < following else reversed(gap)
             parts += [self._placed(change, layer, at) for at in left_out]
-        return Change.joined(parts)
+        return BytesChange.joined(parts)
 
     def _gap_between(self, one: int | None, other: int | None) -> range | None:
         sides = {one, other}
         return next((gap for gap in self.gaps if sides == {gap.start - 1, gap.stop}), None)
 
-    def _placed(self, change: Change, layer: int, at: int) -> Change:
+    def _placed(self, change: BytesChange, layer: int, at: int) -> BytesChange:
         """Return the change of ``layer`` as if it were layer ``at``, and number the layers around it accordingly."""
         places = self._places
 
@@ -96,7 +96,7 @@ class FoldedStage:
         return change.placed(renamed)
 
 
-def _plainly(change: Change) -> tuple[Any, ...]:
+def _plainly(change: BytesChange) -> tuple[Any, ...]:
     """Return the contents of a change without zeros, which are equal for changes that are alike."""
     rises = {phase: (+rise, -rise, where) for phase, (rise, where) in change.rises.items()}
     return +change.growth, -change.growth, rises, change.flops, change.transfers
@@ -137,7 +137,7 @@ def state_of(module: nn.Module | FSDPModule) -> Any:
     return getattr(fully_shard, "state")(module)  # noqa: B009 - torch's annotations do not know it
 
 
-class LeftOut:
+class FoldedLayers:
     """The layers of a model that a trace leaves out: they have weights, gradients and optimizer states, but do not run.
 
     Args:

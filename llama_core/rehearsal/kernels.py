@@ -56,7 +56,7 @@ def _apply_norm(x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _unpack(packed: nf4.Packed, place: nf4.Place, dtype: torch.dtype) -> Tensor:
+def _unpack(packed: nf4.Packed, place: nf4.BlockPlace, dtype: torch.dtype) -> Tensor:
     rows, num_bytes = packed.bytes_OK.shape
     return packed.bytes_OK.new_empty(rows, num_bytes // BLOCK_BYTES * BLOCK, dtype=dtype)
 

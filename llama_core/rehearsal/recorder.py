@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from llama_core.parallel import mesh, ranks
 from llama_core.rehearsal.byte_counter import replaced
-from llama_core.rehearsal.call_order import RECEIVE, SEND, Call, Communicator, Operation
+from llama_core.rehearsal.call_order import RECEIVE, SEND, Call, CalledOperation, Communicator
 
 BACKEND = "recorded"
 """torch's name for these process groups."""
@@ -60,7 +60,7 @@ class Recorder:
         self._ended_for_any: _Ended = {}
         self._ended_for_host: _Ended = {}
         self._host_waited: set[int] = set()
-        self._batch: list[Operation] | None = None
+        self._batch: list[CalledOperation] | None = None
         self._numbers: Counter[tuple[int, ...]] = Counter()
         self._makes_gloo = False
 
@@ -82,7 +82,7 @@ class Recorder:
         }
         _add_later(self._ended_for_host, ended)
 
-    def call(self, communicator: Communicator, operation: Operation) -> _Ended:
+    def call(self, communicator: Communicator, operation: CalledOperation) -> _Ended:
         """Record an operation, and return what has ended once it has; a rank alone calls nobody."""
         if len(communicator.ranks) == 1:
             return {}
@@ -93,7 +93,7 @@ class Recorder:
             self._batch.append(operation)
         return {communicator: number}
 
-    def _record(self, communicator: Communicator, operations: tuple[Operation, ...]) -> None:
+    def _record(self, communicator: Communicator, operations: tuple[CalledOperation, ...]) -> None:
         after, behind = (tuple(sorted(ended.values())) for ended in (self.stream.ended, self._ended_for_any))
         self.calls.append(
             Call(communicator, operations, after, tuple(sorted(self._host_waited)), behind, where=self.where)
@@ -179,7 +179,7 @@ class Recorder:
     def _meet(self, what: str) -> None:
         """Record that all ranks do something for which their hosts wait."""
         everyone = Communicator(tuple(range(dist.get_world_size())))
-        self.host_waits(self.call(everyone, Operation(what)))
+        self.host_waits(self.call(everyone, CalledOperation(what)))
 
     def _launching_together(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def launch_recorded(operations: list[dist.P2POp]) -> Any:
@@ -287,7 +287,7 @@ class _Group(_ProcessGroup):  # type: ignore[misc]  # of the type Any
     def _call(self, name: str, tensors: Sequence[Tensor], elements: Sequence[int] = (), **options: Any) -> _Work:
         dtype = " + ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
         sizes = tuple(elements or (tensor.numel() for tensor in tensors))
-        operation = Operation(name, dtype, sizes, content=self._recorder.content, **options)
+        operation = CalledOperation(name, dtype, sizes, content=self._recorder.content, **options)
         ended = self._recorder.call(self.communicator, operation)
         return _Work(self._recorder, ended, tensors, on_host=self._on_host)
 

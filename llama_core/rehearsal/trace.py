@@ -29,8 +29,8 @@ from llama_core.planning.memory.profile import Category, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.before import with_rows_before
 from llama_core.rehearsal.byte_counter import ByteCounter, replaced
-from llama_core.rehearsal.compose import Change, Closing, Hosting, Recording, Step, covering_actions, steps
-from llama_core.rehearsal.folding import FoldedStage, LeftOut, folded_stage, state_of
+from llama_core.rehearsal.compose import BytesChange, Closing, Hosting, Recording, Step, covering_actions, steps
+from llama_core.rehearsal.folding import FoldedLayers, FoldedStage, folded_stage, state_of
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.labels import GradientBuckets, Labels
 from llama_core.rehearsal.transfers import axes_by_group, on_axes
@@ -61,13 +61,13 @@ class Trace:
         that are then alive.
         """
         segments = self.counter.segments
-        parts: list[list[tuple[int | None, Change]]] = []
+        parts: list[list[tuple[int | None, BytesChange]]] = []
         for segment, after in pairwise(segments):
             if segment.layer is None:
                 parts.append([])
-            parts[-1].append((segment.layer, Change.of(segment, after.start)))
+            parts[-1].append((segment.layer, BytesChange.of(segment, after.start)))
         ((_, prologue),), *worked, _, closing, ((_, update),) = parts
-        changes: dict[Step, Change] = {}
+        changes: dict[Step, BytesChange] = {}
         level = segments[0].start.categories.copy()
         level.update(prologue.growth)
         for step, part in zip(self.met, [*worked, closing], strict=True):
@@ -163,7 +163,7 @@ class _Tracer:
             every = [folded_stage(self.plan, config.spec, stage) for stage in range(len(every))]
         self.pipeline.layers = tuple(every)
         self.stages = tuple(every[stage] if folds else FoldedStage(every[stage], []) for stage in self.hosting.stages)
-        self.left_out = LeftOut(self.model, self.stages)
+        self.left_out = FoldedLayers(self.model, self.stages)
         for stage in self.stages:
             for layer in stage.watched:
                 self._watch(layer)

@@ -10,11 +10,11 @@ from llama_core.records.measurements import BenchmarkRecord
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, has_result, read_record
 from llama_core.sweep.divergence import divergence_of
 from llama_core.sweep.edges import edges
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 from llama_core.sweep.quality import Quality, best_first, quality_of
 
 
-def chance(is_told_apart: bool | None, objective: Objective) -> str:
+def chance(is_told_apart: bool | None, objective: SweepObjective) -> str:
     """Return what to say of a difference by ``Difference.is_told_apart``; empty if it is more than chance."""
     if is_told_apart is None:
         return ", of unknown spread"

@@ -14,7 +14,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
 from llama_core.sweep.grid import GridValue, SweepConfig
 from llama_core.sweep.naming import ElementNames, element_names
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class SweepRecord:
         return element_names(self.elements)
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> SweepObjective:
         """What ranks the elements."""
-        return Objective.parse(self.config.get("objective", "throughput"))
+        return SweepObjective.parse(self.config.get("objective", "throughput"))
 
     @property
     def runnable(self) -> tuple[ElementRecord, ...]:
@@ -116,7 +116,7 @@ def is_timed(run: RunDirectory) -> bool:
     return run.benchmark.exists() and run.outcome.exists() and read_outcome(run).status == "finished"
 
 
-def has_result(run: RunDirectory, objective: Objective) -> bool:
+def has_result(run: RunDirectory, objective: SweepObjective) -> bool:
     """Return whether the run has been timed or trained to its end, as the objective needs."""
     return is_finished(run) if objective.trains else is_timed(run)
 

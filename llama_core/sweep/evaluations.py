@@ -17,9 +17,9 @@ from llama_core.records.evaluations import LOSS, SCORE
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
 from llama_core.sweep.naming import ElementNames
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 
-MOST_LISTED = 12
+MAX_LISTED = 12
 """Most tasks that an error lists."""
 
 
@@ -47,14 +47,14 @@ def check_score(config: SweepConfig) -> None:
         )
 
 
-def _what_there_is(objective: Objective, names: Sequence[str]) -> str:
+def _what_there_is(objective: SweepObjective, names: Sequence[str]) -> str:
     """Return which scores there are instead: those of the same task, or else those of which tasks."""
     near = did_you_mean(objective.name, names)
     if own := [f"{SCORE}{name}" for name in names if name.startswith(f"{objective.task}/")]:
         return f"choose one of {', '.join(own)}{near}"
     tasks = list(dict.fromkeys(name.rpartition("/")[0] for name in names))
-    more = f" and {len(tasks) - MOST_LISTED} more" if len(tasks) > MOST_LISTED else ""
-    return f"evaluation.tasks of the base gives scores of {', '.join(tasks[:MOST_LISTED])}{more}{near}"
+    more = f" and {len(tasks) - MAX_LISTED} more" if len(tasks) > MAX_LISTED else ""
+    return f"evaluation.tasks of the base gives scores of {', '.join(tasks[:MAX_LISTED])}{more}{near}"
 
 
 def is_evaluated(run: RunDirectory) -> bool:

@@ -27,18 +27,18 @@ from llama_core.errors import ConfigError, Problem, ask_for, did_you_mean
 from llama_core.records.files import by_dotted_key
 from llama_core.sweep.objective import (
     HELD_OUT,
-    Objective,
+    SweepObjective,
     problems_of_part,
     problems_of_throughput,
     problems_of_training,
 )
 
-__all__ = ["HELD_OUT", "Element", "GridValue", "Objective", "SweepConfig"]
+__all__ = ["HELD_OUT", "Element", "GridValue", "SweepConfig", "SweepObjective"]
 
 LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
 
-MOST_ELEMENTS = 2**12
+MAX_ELEMENTS = 2**12
 """Most elements of a grid, before any is excluded; each has a run directory and a row of the report."""
 
 GridValue = bool | int | float | str | None
@@ -66,7 +66,7 @@ class Element:
 
 def _objective(text: str) -> str:
     try:
-        Objective.parse(text)
+        SweepObjective.parse(text)
     except ValueError as error:
         raise PydanticCustomError("objective", str(error)) from None
     return text
@@ -112,9 +112,9 @@ class SweepConfig(Section):
         problems += _include_problems(self.include, self.grid)
         problems += self._problems_of_objective()
         num_elements = math.prod(map(len, self.grid.values())) + len(self.include)
-        if num_elements > MOST_ELEMENTS:
+        if num_elements > MAX_ELEMENTS:
             problems.append(
-                Problem(f"grid has {num_elements:,} elements, more than {MOST_ELEMENTS:,}; give fewer values")
+                Problem(f"grid has {num_elements:,} elements, more than {MAX_ELEMENTS:,}; give fewer values")
             )
         if not problems and not self.elements():
             problems.append(Problem("exclude leaves no element of the grid"))
@@ -143,9 +143,9 @@ class SweepConfig(Section):
             )
 
     @property
-    def ranking(self) -> Objective:
+    def ranking(self) -> SweepObjective:
         """What ranks the elements."""
-        return Objective.parse(self.objective)
+        return SweepObjective.parse(self.objective)
 
     def _compared(self) -> list[str]:
         """Return the keys of the run configuration that have several values."""

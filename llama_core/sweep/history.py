@@ -45,7 +45,7 @@ HISTORY = "history"
 _SECONDS = (1e-6, 1e6)
 """Between these is the time of a step that anybody has timed."""
 
-MOST_SPREAD = 0.1
+MAX_SPREAD = 0.1
 """Interquartile range of the steps over their median above which a result is called noisy."""
 
 
@@ -123,7 +123,7 @@ class Result:
 
     def noise_notes(self) -> Iterator[str]:
         """Yield a sentence for each sign that the result is noisy."""
-        if self.relative_spread > MOST_SPREAD:
+        if self.relative_spread > MAX_SPREAD:
             yield f"the middle half of its steps spans {self.relative_spread:.0%} of their median"
         if (shared := disturbance(self.waiting_share)) is not None:
             yield shared

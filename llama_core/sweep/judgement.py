@@ -80,7 +80,7 @@ def _p(value: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedSetting:
     """A setting or version that differs from the latest earlier result."""
 
     key: str
@@ -105,7 +105,7 @@ class Judgement:
     since: str
     """When the latest earlier result was measured; empty without any."""
     elements: tuple[ComparedElement, ...]
-    changes: tuple[Change, ...]
+    changes: tuple[ChangedSetting, ...]
 
     def of(self, *verdicts: Verdict) -> list[ComparedElement]:
         """Return the elements with these verdicts."""
@@ -259,7 +259,7 @@ def _more_disturbed(result: Result, earlier: Sequence[Result]) -> bool:
     return result.is_disturbed and (result.waiting_share or 0.0) > 2 * usual
 
 
-def _changes(pairs: Mapping[str, tuple[Sequence[Result], Result]]) -> tuple[Change, ...]:
+def _changes(pairs: Mapping[str, tuple[Sequence[Result], Result]]) -> tuple[ChangedSetting, ...]:
     """Return what differs between each result and the one before it."""
     found: dict[tuple[str, str, str], list[str]] = {}
     compared = {element: (before[0], now) for element, (before, now) in pairs.items() if before}
@@ -268,7 +268,8 @@ def _changes(pairs: Mapping[str, tuple[Sequence[Result], Result]]) -> tuple[Chan
             found.setdefault(change, []).append(element)
     everywhere = len(compared)
     return tuple(
-        Change(*change, () if len(elements) == everywhere else tuple(elements)) for change, elements in found.items()
+        ChangedSetting(*change, () if len(elements) == everywhere else tuple(elements))
+        for change, elements in found.items()
     )
 
 

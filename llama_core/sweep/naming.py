@@ -12,11 +12,11 @@ from llama_core.sweep.grid import GridValue
 
 _SAY_IT_ALL = {"model", "strategy"}
 """Keys that need not be named beside their value."""
-_MOST_LETTERS = 40
+_MAX_LETTERS = 40
 """Most letters of a value; of a longer one, the start."""
 
 
-class Named(Protocol):
+class NamedElement(Protocol):
     """An element of a sweep."""
 
     @property
@@ -72,7 +72,7 @@ class SettingWords:
         return ", ".join(self.setting(key, own[key]) for key in keys if key in own)
 
 
-def element_names(elements: Iterable[Named]) -> ElementNames:
+def element_names(elements: Iterable[NamedElement]) -> ElementNames:
     """Return the names of a sweep's elements: the settings in which they differ."""
     settings = {element.name: element.settings for element in elements}
     words = SettingWords(list(settings.values()))
@@ -124,7 +124,7 @@ def values_in_words(values: Iterable[GridValue]) -> list[str]:
     """Return values of one key in words; of a path, the shortest end that no other value has."""
     parts = [value_in_words(value).rstrip("/").split("/") for value in values]
     ends = [_shortest_end(own, [other for other in parts if other != own]) for own in parts]
-    return [end if len(end) <= _MOST_LETTERS else f"{end[: _MOST_LETTERS - 1]}…" for end in ends]
+    return [end if len(end) <= _MAX_LETTERS else f"{end[: _MAX_LETTERS - 1]}…" for end in ends]
 
 
 def _shortest_end(own: Sequence[str], others: Sequence[Sequence[str]]) -> str:

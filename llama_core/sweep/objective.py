@@ -22,7 +22,7 @@ HELD_OUT = frozenset(name for name, changes in _CHANGES.items() if changes == "h
 
 
 @dataclass(frozen=True)
-class Objective:
+class SweepObjective:
     """What ranks the elements of a sweep."""
 
     kind: Kind
@@ -128,7 +128,7 @@ def problems_of_throughput(compared: Iterable[str]) -> Iterator[Problem]:
         )
 
 
-def problems_of_training(objective: Objective, compared: Iterable[str], base: RunConfig) -> Iterator[Problem]:
+def problems_of_training(objective: SweepObjective, compared: Iterable[str], base: RunConfig) -> Iterator[Problem]:
     """Yield why a sweep over some keys cannot be ranked by what its elements have learnt.
 
     Args:
@@ -162,7 +162,7 @@ def _problems_of_loss(compared: Iterable[str], data: DataConfig) -> Iterator[Pro
         )
 
 
-def _problems_of_score(objective: Objective, evaluation: EvaluationConfig) -> Iterator[Problem]:
+def _problems_of_score(objective: SweepObjective, evaluation: EvaluationConfig) -> Iterator[Problem]:
     """Yield why no checkpoint can get the score. What tasks there are, and their metrics, only the harness knows."""
     asked = f"objective={SCORE}{objective.name}"
     known = [f"{SCORE}{name}/{LOSS}" for name in evaluation.data]

@@ -12,7 +12,7 @@ from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import Score
 from llama_core.records.held_out import Difference, HeldOutRows
 from llama_core.records.measurements import TrainingSummary
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 from llama_core.units import format_count
 
 NOT_ENDED = "its last checkpoint has not been evaluated yet"
@@ -57,7 +57,7 @@ def best_first(qualities: Mapping[str, Quality]) -> list[str]:
 
 
 def quality_of(
-    objective: Objective, evaluation: EvaluationConfig, training: TrainingSummary, scores: Sequence[Score]
+    objective: SweepObjective, evaluation: EvaluationConfig, training: TrainingSummary, scores: Sequence[Score]
 ) -> Quality | None:
     """Return what ranks an element that has trained; None if it was not evaluated.
 
@@ -70,7 +70,7 @@ def quality_of(
     return _score(objective, evaluation, training, scores) if objective.kind == "score" else _loss(objective, training)
 
 
-def _loss(objective: Objective, training: TrainingSummary) -> Quality | None:
+def _loss(objective: SweepObjective, training: TrainingSummary) -> Quality | None:
     summary = training.of_part(objective.part)
     if summary.eval_loss is None:
         return None
@@ -86,7 +86,7 @@ def _loss(objective: Objective, training: TrainingSummary) -> Quality | None:
 
 
 def _score(
-    objective: Objective, evaluation: EvaluationConfig, training: TrainingSummary, scores: Sequence[Score]
+    objective: SweepObjective, evaluation: EvaluationConfig, training: TrainingSummary, scores: Sequence[Score]
 ) -> Quality | None:
     settings = settings_of_run(evaluation, objective.metric)
     for score in scores:

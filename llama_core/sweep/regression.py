@@ -34,7 +34,7 @@ _QUANTILE = 0.75
 """Share of the pairs that differ by at most the noise."""
 _OF_NORMAL = 0.6147
 """Standard deviation of normal noise over that quantile, which is 1.1503 √2 of them."""
-_LEAST_NOISE = 1e-6
+_MIN_NOISE = 1e-6
 """Noise of equal results: a clock's resolution."""
 
 
@@ -65,7 +65,7 @@ def p_value(seconds: float, earlier: Sequence[float], own_noise: float = 0.0) ->
     import numpy as np
 
     past = np.log(np.asarray(earlier[-WINDOW:], dtype=float))
-    scale = max(float(_spread(past)), own_noise / _OF_NORMAL, _LEAST_NOISE)
+    scale = max(float(_spread(past)), own_noise / _OF_NORMAL, _MIN_NOISE)
     statistic = (math.log(seconds) - float(np.median(past[-RECENT:]))) / scale
     null = _without_change(len(past))
     above = len(null) - int(np.searchsorted(null, statistic, side="left"))

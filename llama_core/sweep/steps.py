@@ -51,7 +51,7 @@ from llama_core.sweep.grid import Element, SweepConfig
 from llama_core.sweep.history import check_folder, history_folder
 from llama_core.sweep.lock import discard_new, lock, unlock
 from llama_core.sweep.naming import ElementNames
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 from llama_core.trackers.registry import folders_with_links
 
 SWEEPS = Path("sweeps")
@@ -244,7 +244,7 @@ def submit(sweep: SweepDirectory, worker: tuple[str, ...] = WORKER) -> list[JobH
     return jobs
 
 
-def _part(objective: Objective) -> Part:
+def _part(objective: SweepObjective) -> Part:
     """Return the part of its work that the run of an element does."""
     return "train" if objective.trains else "benchmark"
 

@@ -27,7 +27,7 @@ from llama_core.models.scoring import Continuation, LogLikelihood, log_likelihoo
 from llama_core.parallel.evaluating import EvaluatingRanks
 from llama_core.planning.evaluation import TOKENS_OF_A_GENERATION
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Most texts that are generated at once."""
 SEED = 1234
 """The harness's own seed, from which those of solved examples and of drawn texts come."""
@@ -335,6 +335,6 @@ def _batches(prompts: Sequence[_Prompt], num_tokens: int) -> Iterator[Sequence[_
     """Yield prompts, the longest of which come first, in batches."""
     start = 0
     while start < len(prompts):
-        at_once = min(MOST_ROWS, max(1, TOKENS_OF_A_GENERATION // (len(prompts[start].tokens) + num_tokens)))
+        at_once = min(MAX_ROWS, max(1, TOKENS_OF_A_GENERATION // (len(prompts[start].tokens) + num_tokens)))
         yield prompts[start : start + at_once]
         start += at_once

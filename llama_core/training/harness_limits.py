@@ -27,7 +27,7 @@ from llama_core.training.task_data import checked_data
 
 PROGRAMS = "evaluate"
 """The package that fetches metrics from the Hub, and executes them."""
-MOST_OF_A_LITERAL = 2**20
+MAX_OF_A_LITERAL = 2**20
 """Most characters of a list that a template writes, as choices and targets of a task may be."""
 PATTERN_SECONDS = 60
 """Most time of the filters and metrics of a task for one question."""
@@ -80,8 +80,8 @@ class _Confined:
 
 def _short_literal(text: str) -> Any:
     """Evaluate a text as a literal for the harness, unless it is long: a list may take thousands of times as much."""
-    if len(text) > MOST_OF_A_LITERAL:
-        raise DataError(f"a template gives a list of {len(text):,} characters, more than {MOST_OF_A_LITERAL:,}")
+    if len(text) > MAX_OF_A_LITERAL:
+        raise DataError(f"a template gives a list of {len(text):,} characters, more than {MAX_OF_A_LITERAL:,}")
     return ast.literal_eval(text)
 
 

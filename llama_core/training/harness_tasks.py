@@ -29,7 +29,7 @@ CODE = "which would be executed; read it, and allow it with --allow-task-code"
 """The end of every refusal to execute something from outside."""
 
 
-class Tasks:
+class NamedTasks:
     """Tasks by the names that a user gave, with their data sets.
 
     Nothing that comes with a task from outside this machine's packages is executed unless ``allow_code``: templates run

@@ -27,13 +27,13 @@ from llama_core.errors import CheckpointError, as_clause
 
 INDEX = "index.jsonl"
 
-MOST_DIMS = 64
+MAX_DIMS = 64
 """Most dims of a tensor, as in torch."""
-MOST_CUT_DIMS = 4
+MAX_CUT_DIMS = 4
 """Most dims along which a tensor is cut into parts; a plan cuts along two."""
 
 StoredSize = Annotated[int, Field(ge=0, lt=2**63)]
-StoredShape = Annotated[tuple[StoredSize, ...], Field(max_length=MOST_DIMS)]
+StoredShape = Annotated[tuple[StoredSize, ...], Field(max_length=MAX_DIMS)]
 ShardName = Annotated[str, Field(pattern=r"^__[0-9]+_[0-9]+\.distcp$")]
 """The name that torch gives to a file of tensors: no other file is read, in this folder or elsewhere."""
 
@@ -85,7 +85,7 @@ class Entry:
         whole = ((0,) * len(self.shape), self.shape)
         boxes = [whole, *((part.offsets, part.shape) for part in self.parts)]
         cut = [dim for dim, size in enumerate(self.shape) if any((at[dim], of[dim]) != (0, size) for at, of in boxes)]
-        if len(cut) > MOST_CUT_DIMS:
+        if len(cut) > MAX_CUT_DIMS:
             return False
         unpaired: set[tuple[int, ...]] = set()
         for begin, size in boxes:

@@ -17,7 +17,7 @@ from llama_core.training.local import KeepsDtypes, adamw_kernel, prepared_gradie
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that an iteration applies to every singular value; steep at zero, and between 0.7 and 1.2 later."""
-LEAST_NORM = 1e-7
+MIN_NORM = 1e-7
 
 
 def build(groups: list[dict[str, Any]], training: TrainingConfig) -> "Muon":
@@ -138,7 +138,7 @@ def _newton_schulz(matrices: list[Tensor]) -> Tensor:
     """Apply the quintic to the singular values of matrices of one shape ``NUM_ITERATIONS`` times, and stack them."""
     is_tall = matrices[0].shape[0] > matrices[0].shape[1]
     x = torch.stack([matrix.mT if is_tall else matrix for matrix in matrices])
-    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
+    x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=MIN_NORM)
     linear, cubic, quintic = COEFFICIENTS
     for _ in range(NUM_ITERATIONS):
         square = x @ x.mT

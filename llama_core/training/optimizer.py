@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from llama_core.config.models import is_decayed
-from llama_core.config.parametrization import Factors, factors_of
+from llama_core.config.parametrization import ParametrizationFactors, factors_of
 from llama_core.config.settings import TrainingConfig
 from llama_core.models.llama import Llama
 from llama_core.optimizers.registry import OPTIMIZERS
@@ -45,7 +45,7 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
     groups: dict[tuple[float, float, float, str], dict[str, nn.Parameter]] = defaultdict(dict)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            factors = factors_of(name, scaled) if scaled else Factors()
+            factors = factors_of(name, scaled) if scaled else ParametrizationFactors()
             decay = factors.decay if has_decay and is_decayed(name) else 0.0
             rate = factors.rate * kind.rate(name)
             updated_by = kind.updates(name, parameter.ndim).name

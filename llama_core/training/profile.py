@@ -32,7 +32,7 @@ _SINGLE = {
 """The same for a single operator or kernel."""
 OTHER = "norms, activations and other"
 
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 """Events of a memory snapshot, so that a browser can show it."""
 
 
@@ -51,7 +51,7 @@ def profiled(run: RunDirectory, plan: ParallelPlan, rank: int, device: torch.dev
     on_cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     if on_cuda:
-        torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
+        torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
     try:
         with profile(activities=activities) as profiler:
             yield

@@ -25,7 +25,7 @@ from llama_core.records.files import open_file
 from llama_core.training.index import INDEX, metadata_of, parse_index
 from llama_core.units import GIB, format_bytes
 
-MOST_INDEX_BYTES = 4 * GIB
+MAX_INDEX_BYTES = 4 * GIB
 """Largest index: that of some twenty million parts."""
 
 
@@ -52,8 +52,8 @@ def _read_metadata(folder: Path) -> Metadata:
     try:
         with open_file(index, place_of(folder)) as lines:
             num_bytes = os.fstat(lines.fileno()).st_size
-            if num_bytes > MOST_INDEX_BYTES:
-                most = format_bytes(MOST_INDEX_BYTES)
+            if num_bytes > MAX_INDEX_BYTES:
+                most = format_bytes(MAX_INDEX_BYTES)
                 raise CheckpointError(f"{index} has {format_bytes(num_bytes)}; at most {most} are read")
             return metadata_of(parse_index(lines, index), index)
     except OSError as error:

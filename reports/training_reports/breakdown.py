@@ -12,7 +12,7 @@ from training_reports.figures import add_bar, stack_bars, styled_figure
 from training_reports.layout import Panel
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-MOST_PROFILES = 8
+MAX_PROFILES = 8
 """Most profiled ranks with a bar of their own; the table of profiles has all."""
 
 
@@ -82,7 +82,7 @@ def profiled(contents: RunContents) -> dict[str, dict[str, float]]:
     several = len(contents.profiles) > 1
     return {
         f"profiled, rank {profile.rank}" if several else "profiled": _parts(profile, count)
-        for profile in contents.profiles[:MOST_PROFILES]
+        for profile in contents.profiles[:MAX_PROFILES]
         if count
     }
 

@@ -10,7 +10,7 @@ from training_reports.figures import memory_unit, styled_figure
 from training_reports.layout import Panel
 from training_reports.sweep_figures import PEAK_COLORS
 
-MOST_RANKS = 16
+MAX_RANKS = 16
 """Most ranks with bars of their own; with more ranks, each pipeline stage has bars instead."""
 
 INK = "#1c2024"
@@ -49,7 +49,7 @@ def peaks_by_group(contents: RunContents) -> dict[str, Peaks]:
         return {}
     whole = plan.world_size
     of_stage = plan.world_size // plan.pp
-    per_group = 1 if whole <= MOST_RANKS else of_stage
+    per_group = 1 if whole <= MAX_RANKS else of_stage
     measured = training.memory_by_rank_bytes if training else ()
     predicted = {"estimated": contents.stage_peaks("estimate"), "rehearsed": contents.stage_peaks("dry_run")}
     return {

@@ -16,7 +16,7 @@ from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents, losses_by_name
-from training_reports.downsampling import MOST_POINTS, kept
+from training_reports.downsampling import MAX_POINTS, kept
 from training_reports.figures import (
     BLUE,
     GREY,
@@ -167,9 +167,9 @@ def _data_notes(contents: RunContents) -> Iterator[str]:
 
 def _left_out(steps: pd.DataFrame) -> Iterator[str]:
     """Yield a sentence on the steps that the figures leave out, if they do."""
-    if len(steps) > MOST_POINTS:
+    if len(steps) > MAX_POINTS:
         yield (
-            f"The figures by step draw at most {MOST_POINTS} of {len(steps):,} steps: the lowest and the highest of "
+            f"The figures by step draw at most {MAX_POINTS} of {len(steps):,} steps: the lowest and the highest of "
             "every few, so that no spike is lost."
         )
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from llama_core.config.run import RunConfig
 from llama_core.config.section import LARGEST
-from llama_core.config.stages import Stage
-from llama_core.config.strict_yaml import MOST_BYTES_OF_YAML, parse_yaml
+from llama_core.config.stages import TrainingStage
+from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError, TrainingInfraError
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.planning.memory.host import FREED, HostMemory
@@ -173,7 +173,7 @@ class RunContents:
             return None
 
     @property
-    def stages(self) -> Sequence[Stage]:
+    def stages(self) -> Sequence[TrainingStage]:
         """The stages of the data after the first; empty if there are none, or the configuration is not valid."""
         return () if self.run_config is None else self.run_config.stages
 
@@ -261,7 +261,7 @@ def _times_none(config: JsonRecord | None) -> bool:
 
 
 def _read_yaml(path: Path) -> JsonRecord:
-    return dict(parse_yaml(read_file(path, path.parent, MOST_BYTES_OF_YAML).decode(), path.name))
+    return dict(parse_yaml(read_file(path, path.parent, MAX_BYTES_OF_YAML).decode(), path.name))
 
 
 @dataclass

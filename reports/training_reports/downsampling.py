@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-MOST_POINTS = 600
+MAX_POINTS = 600
 """Most points of a line, to keep the page of a long run small: a figure is some 1,000 px wide."""
 
 
@@ -18,7 +18,7 @@ def buckets(length: int, most_points: int, points_per_bucket: int) -> Iterator[t
     yield from pairwise(np.linspace(0, length, number + 1).astype(int).tolist())
 
 
-def kept(*series: "pd.Series[Any]", most_points: int = MOST_POINTS) -> npt.NDArray[np.intp]:
+def kept(*series: "pd.Series[Any]", most_points: int = MAX_POINTS) -> npt.NDArray[np.intp]:
     """Return the positions to draw, in order, of series that share their x.
 
     Up to ``most_points``, this draws all of them. With more, it draws the first, the last, and in every bucket the

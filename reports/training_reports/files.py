@@ -18,7 +18,7 @@ from llama_core.trackers.registry import TRACKERS
 
 LOG_LINES = 20
 """Lines of a log on the page."""
-MOST_LOGS = 8
+MAX_LOGS = 8
 """Most logs of ranks with a link of their own."""
 
 _RANK = re.compile(r"\brank (\d{1,9})\b")
@@ -44,7 +44,7 @@ def run_files(run: RunDirectory, best_by: str = "") -> dict[str, list[Link]]:
     # not those of packages, which this process need not know: the page follows from the run alone
     of_trackers = [run.tracker(kind.name) for kind in TRACKERS.built_in()]
     kinds = {
-        "Logs": [_link(run, path) for path in logs[:MOST_LOGS]] + [_link(run, run.logs)],
+        "Logs": [_link(run, path) for path in logs[:MAX_LOGS]] + [_link(run, run.logs)],
         "Checkpoints": list(_checkpoints(run, best_by)),
         "Records": [_link(run, path) for path in sorted(run.path.glob("*.*")) if path.suffix in {".json", ".yaml"}],
         "Metrics": [_link(run, path) for path in (run.metrics, *of_trackers)],

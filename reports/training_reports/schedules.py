@@ -35,9 +35,9 @@ LEFT = 56
 TOP = 30
 LANE = 32
 BAR = 26
-MOST_ACTIONS = 2000
+MAX_ACTIONS = 2000
 """Most actions of a timeline that a page draws."""
-MOST_EDGED = 64
+MAX_EDGED = 64
 """Most actions of a rank whose bars have an edge; with more, the edges would hide the bars."""
 CHARACTER = 7
 """Width of a character in px, rounded up."""
@@ -72,7 +72,7 @@ def timeline_svg(timeline: Timeline, span: float | None = None) -> str:
     )
 
 
-def timelines_figure(planned: Timeline, measured: Timeline, most_actions: int = MOST_ACTIONS) -> go.Figure:
+def timelines_figure(planned: Timeline, measured: Timeline, most_actions: int = MAX_ACTIONS) -> go.Figure:
     """Return the planned and the measured timeline of a schedule, one above the other on one axis.
 
     Args:
@@ -83,7 +83,7 @@ def timelines_figure(planned: Timeline, measured: Timeline, most_actions: int = 
     schedule = planned.schedule
     size, unit = (1.0, "s") if max(planned.makespan, measured.makespan) >= 1 else (1e-3, "ms")
     most = max(1, most_actions // schedule.num_ranks)
-    edges = 0.5 if max(map(len, planned.lanes)) <= MOST_EDGED else 0.0
+    edges = 0.5 if max(map(len, planned.lanes)) <= MAX_EDGED else 0.0
     figure = styled_figure("", rows=2)
     for row, (how, timeline) in enumerate({"planned": planned, "measured": measured}.items(), 1):
         for kind, place in product(KINDS, range(len(schedule.stages_of(0)))):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, read_record
-from llama_core.sweep.grid import Objective
+from llama_core.sweep.grid import SweepObjective
 from llama_core.sweep.judgement import read_judgement
 from training_reports import sweep_throughput, sweep_trained
 from training_reports.contents import MEASURES, RunContents
@@ -74,7 +74,7 @@ def write_report(sweep: SweepDirectory) -> Path:
     return write_elements(sweep.report, page, config, name=config.name, source=sweep.path)
 
 
-def _ranking(objective: Objective, rows: Sequence[SweepRow]) -> Ranking:
+def _ranking(objective: SweepObjective, rows: Sequence[SweepRow]) -> Ranking:
     return sweep_trained.rank(rows, objective) if objective.trains else sweep_throughput.rank(rows)
 
 

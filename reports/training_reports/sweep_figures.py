@@ -36,10 +36,10 @@ PEAK_COLORS = {"estimated": BLUE, "rehearsed": TEAL, "measured": ORANGE}
 CURVE_COLORS = (BLUE, ORANGE, TEAL, PURPLE, RED, OLIVE, PINK)
 """Colours of the best elements' lines, in order; the lines of all others are grey."""
 
-MOST_DRAWN = 12
+MAX_DRAWN = 12
 """Most elements with a bar or a line of their own in one figure."""
 
-MOST_STEP_TICKS = 12
+MAX_STEP_TICKS = 12
 """Most steps that each get a tick."""
 LINE_PX = 17
 GAP_PX = 12
@@ -48,13 +48,13 @@ AXES_PX = 90
 
 LABEL_LETTERS = 24
 """Most letters of a line of a label beside a bar."""
-MOST_LISTED = 3
+MAX_LISTED = 3
 """Most elements that a note names."""
 
 LETTER_PX = 6.2
 LABEL_PX = 15
 """Width of a letter of a point's label, and the label's height."""
-MOST_LINEAR = 8
+MAX_LINEAR = 8
 """Largest ratio of two numbers of ranks on linear axes."""
 NARROW_PX = 300
 """Width and height of the plot of a narrow page, in which labels must not overlap."""
@@ -64,13 +64,13 @@ T = TypeVar("T")
 
 def first_drawn(by_name: Mapping[str, T]) -> dict[str, T]:
     """Return the first elements, as many as a figure has room for."""
-    return dict(islice(by_name.items(), MOST_DRAWN))
+    return dict(islice(by_name.items(), MAX_DRAWN))
 
 
 def not_drawn(by_name: Mapping[str, Any], where: str = "the table has all") -> Iterator[str]:
     """Yield a sentence if there are more elements than a figure has room for."""
-    if len(by_name) > MOST_DRAWN:
-        yield f"The first {MOST_DRAWN} of {len(by_name)}; {where}."
+    if len(by_name) > MAX_DRAWN:
+        yield f"The first {MAX_DRAWN} of {len(by_name)}; {where}."
 
 
 def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
@@ -130,7 +130,7 @@ def loss_curves(
         figure.update_xaxes(title_text=x_title, tickformat="~s")
     else:
         last_step = max((loss.index.max() for loss in losses.values()), default=0)
-        few = last_step <= MOST_STEP_TICKS  # then Plotly would set ticks at half steps
+        few = last_step <= MAX_STEP_TICKS  # then Plotly would set ticks at half steps
         figure.update_xaxes(title_text=x_title, tickformat="d", dtick=1 if few else None)
     return figure
 
@@ -405,7 +405,7 @@ def throughput_by_ranks(lines: Mapping[str, Sequence[tuple[int, float, float, st
     sizes = sorted({one[0] for points in lines.values() for one in points})
     figure.update_layout(hovermode="closest")
     figure.update_xaxes(title_text="ranks", tickvals=sizes, ticktext=list(map(str, sizes)))
-    if sizes[-1] > MOST_LINEAR * sizes[0]:
+    if sizes[-1] > MAX_LINEAR * sizes[0]:
         figure.update_xaxes(type="log")
         figure.update_yaxes(type="log", dtick=math.log10(2), tickformat=".2~s")
     else:
@@ -431,8 +431,8 @@ def _label(name: str, value: str = "") -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = [f"{len(names) - MOST_LISTED} more"] if len(names) > MOST_LISTED else []
-    return "; ".join([*names[:MOST_LISTED], *more])
+    more = [f"{len(names) - MAX_LISTED} more"] if len(names) > MAX_LISTED else []
+    return "; ".join([*names[:MAX_LISTED], *more])
 
 
 def _add_bars(

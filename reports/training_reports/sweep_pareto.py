@@ -60,7 +60,7 @@ def pareto_panel(
         name: html.escape(", ".join(words.value(key, settings[name][key]) for key in keys if key in settings[name]))
         for name in points
     }
-    most = sweep_figures.MOST_DRAWN
+    most = sweep_figures.MAX_DRAWN
     told = "; ".join(
         f"{name} ({points[name][1]:,.0f} tokens/s, {format_bytes(points[name][0])})" for name in front[:most]
     )
@@ -76,5 +76,5 @@ def pareto_panel(
 
 def listed(names: Sequence[str]) -> str:
     """Return the names, or the first of many and the number of the others."""
-    most = sweep_figures.MOST_DRAWN
+    most = sweep_figures.MAX_DRAWN
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more, in the table" if len(names) > most else "")

@@ -17,7 +17,7 @@ from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.sweep.directory import ElementRecord
 from llama_core.sweep.divergence import divergence
 from llama_core.sweep.grid import GridValue
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 from llama_core.sweep.quality import NOT_ENDED, Quality, quality_of, why_not_evaluated
 from training_reports.contents import RunContents
 from training_reports.layout import STATUS_STYLE, Card, Panel
@@ -91,7 +91,7 @@ class SweepRow:
 
 
 def measured_row(
-    name: str, element: ElementRecord, contents: RunContents, objective: Objective, evaluation: EvaluationConfig
+    name: str, element: ElementRecord, contents: RunContents, objective: SweepObjective, evaluation: EvaluationConfig
 ) -> SweepRow:
     """Return the row of an element that runs, or is skipped because it cannot.
 

@@ -22,7 +22,7 @@ DEGREES = frozenset(f"parallel.{axis}" for axis in ("tp", "pp", "cp", "ep", "dp_
 AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context"}
 """Kinds of parallelism; the product of their degrees is the number of ranks."""
 
-MOST_LINES = 6
+MAX_LINES = 6
 """Most lines in the figure and in the text below it."""
 LEGEND_LETTERS = 38
 """Most letters of a line of the legend, on a narrow page."""
@@ -121,7 +121,7 @@ def scaling_panel(lines: Sequence[ScalingLine], how: str) -> Iterator[Panel]:
     """
     if not lines:
         return
-    drawn = lines[:MOST_LINES]
+    drawn = lines[:MAX_LINES]
     told = [
         f"{line.name}: {', '.join(f'{line.efficiency(one):.1%} on {one.plan.world_size}' for one in line.elements[1:])}"
         for line in drawn
@@ -130,7 +130,7 @@ def scaling_panel(lines: Sequence[ScalingLine], how: str) -> Iterator[Panel]:
         "Elements on a line differ only in the number of ranks. The dotted line is the ideal, in which every rank does "
         f"as much as a rank of the smallest element.{_batches(lines)}",
         f"Share of the ideal, by ranks. {'; '.join(told)}.",
-        *([f"The {MOST_LINES} fastest of {len(lines)} lines; the table has all."] if len(lines) > MOST_LINES else ()),
+        *([f"The {MAX_LINES} fastest of {len(lines)} lines; the table has all."] if len(lines) > MAX_LINES else ()),
     ]
     points = {
         "<br>".join(wrap(html.escape(line.name), LEGEND_LETTERS)): [

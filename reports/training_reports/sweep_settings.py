@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from llama_core.sweep.edges import NOMINAL, is_geometric, numbers_of
 from llama_core.sweep.naming import SettingWords, differing_keys
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 from llama_core.sweep.quality import Quality
 from training_reports import sweep_figures
 from training_reports.figures import LEGEND_LINE_PX
@@ -21,7 +21,7 @@ BARS = (
 
 
 def settings_panels(
-    rows: Sequence[SweepRow], ranked: Sequence[str], objective: Objective, unit: str
+    rows: Sequence[SweepRow], ranked: Sequence[str], objective: SweepObjective, unit: str
 ) -> Iterator[Panel]:
     """Yield a panel for each setting in which elements differ; for a seed, only if nothing else differs.
 
@@ -43,7 +43,7 @@ def _panel(
     keys: Sequence[str],
     rows: Sequence[SweepRow],
     ranked: Sequence[str],
-    objective: Objective,
+    objective: SweepObjective,
     *,
     unit: str,
     wide: bool,

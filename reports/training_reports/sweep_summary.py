@@ -9,16 +9,16 @@ from llama_core.redaction import shell_word
 from llama_core.sweep.best import chance
 from llama_core.sweep.directory import SweepDirectory, SweepRecord
 from llama_core.sweep.edges import edges
-from llama_core.sweep.grid import Objective
+from llama_core.sweep.grid import SweepObjective
 from llama_core.sweep.judgement import ComparedElement, Judgement
 from llama_core.sweep.naming import SettingWords, differing_keys
 from llama_core.sweep.quality import Quality
 from llama_core.units import format_count
 from training_reports.sweep_history import shown_time
 from training_reports.sweep_rows import Ranking, SweepRow
-from training_reports.sweep_throughput import MOST_NAMED, not_told_apart
+from training_reports.sweep_throughput import MAX_NAMED, not_told_apart
 
-MOST_VALUES = 6
+MAX_VALUES = 6
 """Most values of a key that a sentence names."""
 LESS = 0.95
 """Share of parameters, or of tokens, below which another element counts as smaller, or as trained for less."""
@@ -48,7 +48,7 @@ def summarise(
     return [(name, text) for name, text in texts.items() if text]
 
 
-def next_commands(sweep: SweepDirectory, objective: Objective, ranking: Ranking) -> Iterator[tuple[str, str]]:
+def next_commands(sweep: SweepDirectory, objective: SweepObjective, ranking: Ranking) -> Iterator[tuple[str, str]]:
     """Yield what to do next, each with the command that does it."""
     if any(row.style == "idle" or row.status in {"cancelled", "preempted", "timeout"} for row in ranking.unranked):
         yield "Finish the sweep", f"training-infra sweep --sweep-dir {shell_word(sweep.path)} --resume"
@@ -75,12 +75,12 @@ def _compared(record: SweepRecord) -> Iterator[str]:
 
 
 def _values(texts: Sequence[str]) -> str:
-    if len(texts) <= MOST_VALUES:
+    if len(texts) <= MAX_VALUES:
         return ", ".join(texts)
     return f"{len(texts)} values, {texts[0]} to {texts[-1]}"
 
 
-def _best(objective: Objective, ranking: Ranking) -> Iterator[str]:
+def _best(objective: SweepObjective, ranking: Ranking) -> Iterator[str]:
     ranked = ranking.ranked
     if not ranked:
         without = " without diverging" if ranking.diverged else ""
@@ -102,7 +102,7 @@ def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
             yield f"The slowest ({apart[-1]}) reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
 
 
-def _best_trained(ranked: Sequence[SweepRow], objective: Objective) -> Iterator[str]:
+def _best_trained(ranked: Sequence[SweepRow], objective: SweepObjective) -> Iterator[str]:
     qualities = _qualities(ranked)
     best, *others = qualities
     quality = qualities[best]
@@ -166,8 +166,8 @@ def _diverged(ranking: Ranking) -> Iterator[str]:
 def _not_evaluated(ranking: Ranking) -> Iterator[str]:
     rows = [row for row in ranking.rows if row.not_evaluated]
     if rows:
-        named = "; ".join(f"{row.name} ({row.not_evaluated.rstrip('.')})" for row in rows[:MOST_NAMED])
-        more = f"; and {len(rows) - MOST_NAMED} more, listed below" if len(rows) > MOST_NAMED else ""
+        named = "; ".join(f"{row.name} ({row.not_evaluated.rstrip('.')})" for row in rows[:MAX_NAMED])
+        more = f"; and {len(rows) - MAX_NAMED} more, listed below" if len(rows) > MAX_NAMED else ""
         yield f"{len(rows)} of {len(ranking.rows)} trained without getting a score: {named}{more}."
 
 
@@ -179,8 +179,8 @@ def _left_out(ranking: Ranking, skipped: Sequence[SweepRow]) -> Iterator[str]:
     failed = [(row.name, f"{row.outcome.status}, {row.outcome.reason}") for row in ranking.missing if row.outcome]
     for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
         if reasons:
-            named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MOST_NAMED])
-            more = f"; and {len(reasons) - MOST_NAMED} more, listed below" if len(reasons) > MOST_NAMED else ""
+            named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MAX_NAMED])
+            more = f"; and {len(reasons) - MAX_NAMED} more, listed below" if len(reasons) > MAX_NAMED else ""
             yield f"{len(reasons)} of {len(ranking.rows) + len(skipped)} {what}: {named}{more}."
 
 
@@ -190,10 +190,10 @@ def _since(judgement: Judgement) -> Iterator[str]:
         return
     for verdict in ("slower", "faster", "disturbed"):
         found = judgement.of(verdict)
-        for one in found[:MOST_NAMED]:
+        for one in found[:MAX_NAMED]:
             yield f"{one.element} is {verdict}: {one.sentence()}."
-        if len(found) > MOST_NAMED:
-            yield f"{len(found) - MOST_NAMED} more are {verdict}, listed below."
+        if len(found) > MAX_NAMED:
+            yield f"{len(found) - MAX_NAMED} more are {verdict}, listed below."
     if same := judgement.of("same"):
         some = _counted(same, judgement)
         yield f"{some[0].upper()}{some[1:]} are as fast as before, within the noise."
@@ -213,7 +213,7 @@ def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
     return "all elements" if len(some) == len(judgement.elements) else f"{len(some)} of {len(judgement.elements)}"
 
 
-def _next(objective: Objective, ranked: Sequence[SweepRow], judgement: Judgement | None) -> Iterator[str]:
+def _next(objective: SweepObjective, ranked: Sequence[SweepRow], judgement: Judgement | None) -> Iterator[str]:
     if judgement:
         yield from _look_for(judgement)
     if objective.trains:
@@ -227,7 +227,7 @@ def _next(objective: Objective, ranked: Sequence[SweepRow], judgement: Judgement
         yield from _room(ranked[0])
 
 
-def _more_to_ask(objective: Objective, ranked: Sequence[SweepRow]) -> Iterator[str]:
+def _more_to_ask(objective: SweepObjective, ranked: Sequence[SweepRow]) -> Iterator[str]:
     qualities = _qualities(ranked)
     if not qualities or not _close(qualities):
         return
@@ -269,6 +269,6 @@ def _room(best: SweepRow) -> Iterator[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    if len(names) > MOST_NAMED + 1:
-        names = [*names[:MOST_NAMED], f"{len(names) - MOST_NAMED} more"]
+    if len(names) > MAX_NAMED + 1:
+        names = [*names[:MAX_NAMED], f"{len(names) - MAX_NAMED} more"]
     return "; ".join(names)

@@ -9,7 +9,7 @@ from training_reports.layout import Card, Panel
 from training_reports.sweep_rows import Ranking, SweepRow, ordered
 from training_reports.sweep_table import Cell, number
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Most elements that a sentence names."""
 
 
@@ -64,10 +64,10 @@ def not_told_apart(timed: Mapping[str, BenchmarkRecord]) -> list[str]:
 
 def _overlaps(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     if close := not_told_apart(timed):
-        more = f"; and of {len(close) - MOST_NAMED} more" if len(close) > MOST_NAMED else ""
+        more = f"; and of {len(close) - MAX_NAMED} more" if len(close) > MAX_NAMED else ""
         fastest = next(iter(timed.values()))
-        yield f"Not told apart from: {'; '.join(close[:MOST_NAMED])}{more}."
-        yield from dict.fromkeys(f"Because {fastest.why_not_told_apart(timed[name])}." for name in close[:MOST_NAMED])
+        yield f"Not told apart from: {'; '.join(close[:MAX_NAMED])}{more}."
+        yield from dict.fromkeys(f"Because {fastest.why_not_told_apart(timed[name])}." for name in close[:MAX_NAMED])
 
 
 def _throughput(timed: Mapping[str, BenchmarkRecord]) -> Panel:

@@ -7,7 +7,7 @@ import pandas as pd
 from llama_core.records.held_out import TOLD_APART
 from llama_core.records.measurements import TrainingSummary
 from llama_core.sweep.best import chance
-from llama_core.sweep.objective import Objective
+from llama_core.sweep.objective import SweepObjective
 from llama_core.sweep.quality import Quality, best_first
 from llama_core.units import format_count
 from training_reports import sweep_figures
@@ -21,11 +21,11 @@ X_TITLES = {"step": "optimizer step", "tokens": "tokens"}
 """The title of an x axis, by the column that curves are drawn by."""
 SMOOTHED_POINTS = 50
 """Fewest points of a smoothed line that have no step in common."""
-MOST_POINTS = 500
+MAX_POINTS = 500
 """Most points of a line."""
 
 
-def rank(rows: Sequence[SweepRow], objective: Objective) -> Ranking:
+def rank(rows: Sequence[SweepRow], objective: SweepObjective) -> Ranking:
     """Return the elements by their quality after the last step, the best first, and those that diverged.
 
     Args:
@@ -89,7 +89,7 @@ def _behind(quality: Quality, best: Quality | None) -> Cell:
     return Cell(str(behind), behind.amount)
 
 
-def _best(qualities: Mapping[str, Quality], objective: Objective, unit: str) -> list[Card]:
+def _best(qualities: Mapping[str, Quality], objective: SweepObjective, unit: str) -> list[Card]:
     title = f"{objective.superlative.capitalize()} {objective.name}"
     if not qualities:
         return [Card(title, None, "", [f"No element has been {objective.ranked} yet."])]
@@ -134,7 +134,7 @@ def _training(steps: Mapping[str, pd.DataFrame], by: str, unit: str, unsound: Co
         return Panel(title, None, "", ["No element has taken a step yet."], wide=True)
     longest = max(map(len, steps.values()))
     span = max(1, longest // SMOOTHED_POINTS)
-    stride = max(1, longest // MOST_POINTS)
+    stride = max(1, longest // MAX_POINTS)
     losses = {
         # from the end, so that the last step is a point
         name: _by(table, "loss", by).rolling(span, min_periods=1).mean()[::-stride][::-1]

@@ -14,7 +14,7 @@ from llama_core.schedules.actions import Action, Kind, Schedule, TimedAction
 from llama_core.schedules.clock import Timeline
 from training_reports.contents import RunContents
 from training_reports.layout import Panel
-from training_reports.schedules import MOST_ACTIONS, shades, timelines_figure
+from training_reports.schedules import MAX_ACTIONS, shades, timelines_figure
 
 TITLE = "Pipeline: planned and measured"
 
@@ -49,8 +49,8 @@ def pipeline_timelines(contents: RunContents) -> Iterator[Panel]:
     ]
     if words := shades(measured.schedule):
         notes.append(f"Colours, from {words}.")
-    if sum(map(len, measured.lanes)) > MOST_ACTIONS:
-        notes.append(f"The figure draws the first {MOST_ACTIONS // plan.pp} actions of every rank.")
+    if sum(map(len, measured.lanes)) > MAX_ACTIONS:
+        notes.append(f"The figure draws the first {MAX_ACTIONS // plan.pp} actions of every rank.")
     yield Panel(TITLE, timelines_figure(planned, measured), told, notes, wide=True, height_px=150 + 2 * 34 * plan.pp)
 
 

@@ -37,7 +37,7 @@ def test_ranks_together_compute_every_pair_once_and_uncut_documents_are_uneven(c
 def test_the_table_is_put_on_a_page(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- context balance -->\nold\n<!-- end of context balance -->\nafter\n")
-    monkeypatch.setattr(context_balance, "MOST_TOKENS", 2**14)
+    monkeypatch.setattr(context_balance, "MAX_TOKENS", 2**14)
     monkeypatch.setattr(context_balance, "sample_lengths", context_balance.log_normal_lengths)
     assert context_balance.main(["--seq-len", "4096", "--cp", "2", "--page", str(page)]) == 0
     header, _, *rows = page.read_text().splitlines()[2:-2]

@@ -18,7 +18,7 @@ from llama_core.chain.evaluate import HELD_OUT, LossOnData, evaluate
 from llama_core.chain.export import export_run
 from llama_core.chain.generate import find_model
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.questions import Devices, Order
+from llama_core.chain.questions import AskedQuestion, Devices
 from llama_core.chain.runs import load_config
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
@@ -148,7 +148,7 @@ def test_a_template_that_was_replaced_behind_a_run_renders_no_conversations_of_i
 
 def losses_of(source, data, plan):
     question = LossOnData(data, seq_len=SEQ_LEN, num_sequences=19, tokenizer=None)
-    found = Order(question, "cpu", "fp32", plan).follow([find_model(source, 2, print)], print, print)
+    found = AskedQuestion(question, "cpu", "fp32", plan).follow([find_model(source, 2, print)], print, print)
     return {one.data: one.rows for one in found}
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from llama_core.chain.conversation import Conversation
+from llama_core.chain.conversation import ChatSession
 from llama_core.chain.decay import branch_off
 from llama_core.chain.ends import learnt_template
 from llama_core.chain.export import export_run
@@ -59,7 +59,7 @@ NUM_TOKENS = 24
 
 def text(source, prompt=PROMPT, *, chat=False, **settings):
     model = text_model(source, **settings)
-    return "".join(Conversation(model).answer(prompt) if chat else model.continue_text(prompt))
+    return "".join(ChatSession(model).answer(prompt) if chat else model.continue_text(prompt))
 
 
 def text_model(source, **settings):
@@ -748,7 +748,7 @@ def chatting(tmp_path):
 def test_a_conversation_remembers_the_system_prompt_and_each_turn(chatting):
     model = text_model(chatting.path, max_new_tokens=2)
     prompts = record_prompts(model)
-    conversation = Conversation(model, "S")
+    conversation = ChatSession(model, "S")
     assert ["".join(conversation.answer(message)) for message in ("x", "y")] == ["aa", "aa"]
     assert prompts == ["system: S#user: x#assistant:", "system: S#user: x#assistant: aa#user: y#assistant:"]
 
@@ -756,7 +756,7 @@ def test_a_conversation_remembers_the_system_prompt_and_each_turn(chatting):
 def test_a_conversation_remembers_of_an_answer_that_was_ended_what_was_shown(chatting):
     model = text_model(chatting.path)
     prompts = record_prompts(model)
-    conversation = Conversation(model)
+    conversation = ChatSession(model)
     answer = conversation.answer("x")
     assert next(answer) == "a"
     answer.close()
@@ -768,7 +768,7 @@ def test_a_conversation_that_fills_the_context_begins_anew_with_a_line(chatting)
     told = []
     model = text_model(chatting.path, tell=told.append)
     prompts = record_prompts(model)
-    conversation = Conversation(model, "S")
+    conversation = ChatSession(model, "S")
     for message in ("first", "second"):
         assert "".join(conversation.answer(message)) == "a" * NUM_TOKENS
     assert told[1:] == ["the conversation fills the context of llama3_405b (64 tokens) and begins anew"]
@@ -778,7 +778,7 @@ def test_a_conversation_that_fills_the_context_begins_anew_with_a_line(chatting)
 def test_a_message_that_fills_the_context_alone_is_refused_and_the_conversation_goes_on(chatting):
     model = text_model(chatting.path, max_new_tokens=1)
     prompts = record_prompts(model)
-    conversation = Conversation(model)
+    conversation = ChatSession(model)
     "".join(conversation.answer("x"))
     with pytest.raises(DataError, match=r"the message has 77 tokens, which fill the context of llama3_405b \(64\)"):
         conversation.answer("y" * 60)
@@ -792,7 +792,7 @@ def test_a_message_that_fills_the_context_alone_is_refused_and_the_conversation_
 )
 def test_a_system_prompt_that_cannot_be_used_is_refused_before_the_first_message(chatting, system, complaint):
     with pytest.raises(DataError, match=complaint):
-        Conversation(text_model(chatting.path), system)
+        ChatSession(text_model(chatting.path), system)
 
 
 @pytest.mark.parametrize("given", ["run", "run/checkpoints/step-00000001"])

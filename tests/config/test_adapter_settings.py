@@ -5,7 +5,7 @@ from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import LoRA
 from llama_core.errors import ConfigError
-from llama_core.sweep.objective import Objective, problems_of_throughput, problems_of_training
+from llama_core.sweep.objective import SweepObjective, problems_of_throughput, problems_of_training
 
 KEY = "lora.method"
 FACTORS_ON = ["strategy=lora", "lora.method=factors"]
@@ -55,7 +55,7 @@ def test_another_method_is_another_run_and_is_recorded():
 
 def test_a_sweep_over_methods_is_ranked_by_loss_or_by_throughput():
     assert not list(problems_of_throughput([KEY]))
-    assert not list(problems_of_training(Objective("loss"), [KEY], RunConfig()))
+    assert not list(problems_of_training(SweepObjective("loss"), [KEY], RunConfig()))
 
 
 def test_rslora_divides_by_the_root_of_the_rank_and_has_the_usual_factor_at_the_default_rank():

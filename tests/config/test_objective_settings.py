@@ -4,7 +4,7 @@ from toy_objective import MASKED
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.objectives.registry import OBJECTIVES
-from llama_core.sweep.objective import Objective, problems_of_throughput, problems_of_training
+from llama_core.sweep.objective import SweepObjective, problems_of_throughput, problems_of_training
 
 KEY = "training.objective"
 
@@ -45,5 +45,5 @@ def test_no_run_is_resumed_with_another_objective():
 
 def test_a_sweep_over_objectives_is_ranked_by_throughput_but_not_by_losses_of_different_kinds():
     assert not list(problems_of_throughput([KEY]))
-    (problem,) = problems_of_training(Objective("loss"), [KEY], RunConfig())
+    (problem,) = problems_of_training(SweepObjective("loss"), [KEY], RunConfig())
     assert str(problem) == f"grid: with other {KEY}, held-out losses cannot be compared; leave it out"

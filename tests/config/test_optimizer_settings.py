@@ -7,7 +7,7 @@ from toy_optimizer import SIGNUM
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.optimizers.registry import OPTIMIZERS
-from llama_core.sweep.objective import Objective, problems_of_throughput, problems_of_training
+from llama_core.sweep.objective import SweepObjective, problems_of_throughput, problems_of_training
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_another_optimizer_is_another_run():
 
 def test_a_sweep_over_optimizers_is_ranked_by_loss_or_by_throughput():
     assert not list(problems_of_throughput(["training.optimizer"]))
-    assert not list(problems_of_training(Objective("loss"), ["training.optimizer"], RunConfig()))
+    assert not list(problems_of_training(SweepObjective("loss"), ["training.optimizer"], RunConfig()))
 
 
 def test_a_checkpoint_takes_the_trained_weights_and_their_states():

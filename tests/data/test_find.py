@@ -252,7 +252,7 @@ LIMITED = {".jsonl": "the line", ".json": "the value that begins there", ".txt":
 @pytest.mark.parametrize("compression", [None, *COMPRESSIONS], ids=lambda one: one.name if one else "plain")
 def test_a_few_compressed_bytes_do_not_become_any_amount_of_memory(here, monkeypatch, suffix, compression):
     for module in (source_file, file_kinds, json_values):
-        monkeypatch.setattr(module, "MOST_BYTES_OF_RECORD", 4 * MIB)
+        monkeypatch.setattr(module, "MAX_BYTES_OF_RECORD", 4 * MIB)
     content = b'{"text": "' + b"x" * 64 * MIB + b'"}'
     path = here / f"a{suffix}{compression.suffix if compression else ''}"
     path.write_bytes(packed(content, compression))

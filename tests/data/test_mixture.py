@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig, RunConfig
-from llama_core.config.settings import LEAST_SHARE
+from llama_core.config.settings import MIN_SHARE
 from llama_core.data.check import check_data
 from llama_core.data.datasets import BatchStream, load_datasets
 from llama_core.data.mixture import Blend, Mixture, shuffled
@@ -108,7 +108,7 @@ def test_the_rows_of_a_source_are_numbered_without_a_gap(shares, first):
 
 
 def test_a_source_with_the_least_share_never_goes_back_a_row():
-    blend = Blend.of([1 - LEAST_SHARE, LEAST_SHARE])
+    blend = Blend.of([1 - MIN_SHARE, MIN_SHARE])
     counts = [blend.counts(block * blend.block)[1] for block in range(50)]
     assert counts == list(range(50))
 

@@ -14,7 +14,7 @@ from parity import UNTIED, native_engine
 from tiers import cases
 
 from llama_core.config.run import RunConfig
-from llama_core.config.stages import Stage, part_name
+from llama_core.config.stages import TrainingStage, part_name
 from llama_core.data.datasets import BatchStream
 from llama_core.data.mixture import Blend, Mixture, StagedBlend
 from llama_core.data.packing import PackedDataset
@@ -36,7 +36,7 @@ def dataset(num_rows, first_byte="a"):
 
 
 def stage(first_row, **weights):
-    return Stage(2, 0, 0, first_row // BATCH_SIZE, first_row, weights, BATCH_SIZE)
+    return TrainingStage(2, 0, 0, first_row // BATCH_SIZE, first_row, weights, BATCH_SIZE)
 
 
 def mixture(sizes, weights, *stages):
@@ -227,7 +227,7 @@ def losses_under(plan):
     """
     rows = three_domains(16) | longer(three_domains(32), 32)
     later = {"wiki": 10, "code": 30, "math": 60}
-    stages = [Stage(2, 0, 0, 3, 24, later, 8), Stage(3, 0, 0, 6, 48, later, 4, other_len=32)]
+    stages = [TrainingStage(2, 0, 0, 3, 24, later, 8), TrainingStage(3, 0, 0, 6, 48, later, 4, other_len=32)]
     stream = BatchStream(Mixture(rows, THREE_DOMAINS, stages), 8, 0, plan.dp_rank(own_rank()), plan.dp)
     spec = replace(UNTIED, num_layers=2, vocab_size=512)
     engine = native_engine(plan, spec, torch.float64, weight_dtype=torch.float64)
@@ -317,7 +317,7 @@ def test_lengths_that_do_not_divide_a_step_are_reported_in_one_line(changes, mes
 
 def test_rows_of_another_length_have_epochs_of_their_own():
     rows = three_domains(16) | longer(three_domains(32), 32)
-    stages = [Stage(2, 0, 0, 10, 80, THREE_DOMAINS, 4, 32), Stage(3, 0, 0, 30, 160, THREE_DOMAINS, 8)]
+    stages = [TrainingStage(2, 0, 0, 10, 80, THREE_DOMAINS, 4, 32), TrainingStage(3, 0, 0, 30, 160, THREE_DOMAINS, 8)]
     together = Mixture(rows, THREE_DOMAINS, stages)
     read = by_source(together.order(0)(np.arange(400)), together)
     for name, part in rows.items():
@@ -331,7 +331,7 @@ def test_a_change_of_lengths_goes_on_after_the_same_tokens():
     before = BatchStream(Mixture(rows, THREE_DOMAINS), 8, 0)
     for _ in range(10):
         before.next_batch()
-    stages = [Stage(2, 0, 0, 5, 40, THREE_DOMAINS, 4, 32), Stage(3, 0, 0, 12, 68, THREE_DOMAINS, 8)]
+    stages = [TrainingStage(2, 0, 0, 5, 40, THREE_DOMAINS, 4, 32), TrainingStage(3, 0, 0, 12, 68, THREE_DOMAINS, 8)]
     after = followed(before, Mixture(rows | longer(three_domains(32), 32), THREE_DOMAINS, stages), batch_size=8)
     assert after.change.kept == before._order.rows_read(80)
     shapes = [tuple(after.next_batch().tokens_BS.shape) for _ in range(3)]

@@ -347,7 +347,7 @@ def test_a_header_that_numpy_cannot_read_is_refused_in_our_own_words(tmp_path, h
 
 
 def test_a_document_that_never_ends_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(undivided, "MOST_BYTES_OF_RECORD", 99)
+    monkeypatch.setattr(undivided, "MAX_BYTES_OF_RECORD", 99)
     path = write_ids(tmp_path / "train.bin", ids=[5, END] + [6] * 99)
     assert refused(tmp_path, path).startswith(
         f"{path}: no end of text (token {END} of tokenizer 'bytes') in the 99 B after token 2; name the tokenizer that"

@@ -221,7 +221,7 @@ def test_any_conversation_with_tools_is_rendered_or_refused(tmp_path):
     ],
 )
 def test_a_template_that_would_not_end_is_refused(source, monkeypatch):
-    monkeypatch.setattr(rendering, "MOST_STEPS", 10_000)
+    monkeypatch.setattr(rendering, "MAX_STEPS", 10_000)
     with pytest.raises(TemplateRefusalError):
         ChatTemplate(TemplateSource(source, "endless"), {}, date(2026, 1, 31)).render(CHAT["messages"])
 

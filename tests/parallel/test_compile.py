@@ -257,7 +257,7 @@ def compile_every_kind(model):
 
 
 def test_blocks_that_need_too_many_graphs_say_so(graphs, monkeypatch):
-    monkeypatch.setattr(recompute, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(recompute, "MAX_GRAPHS", 2)
     model = built(ParallelPlan(compile=True))
     with pytest.raises(PlanError, match=r"parallel.compile: .* more than 2 graphs.*set parallel.compile=false"):
         compile_every_kind(model)

@@ -7,7 +7,7 @@ import llama_core.planning.memory.situations as situating
 import llama_core.planning.plan as planning
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
-from llama_core.config.run import MOST_MICROBATCHES, RunConfig, config_keys
+from llama_core.config.run import MAX_MICROBATCHES, RunConfig, config_keys
 from llama_core.errors import ConfigError, PlanError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
@@ -49,7 +49,7 @@ def test_a_number_that_no_float_can_hold_is_refused_in_one_short_line(key):
 @pytest.mark.parametrize("device", [None, gpu_spec("h100")])
 def test_more_microbatches_than_a_step_may_have_are_refused_with_what_to_change(device):
     config = RunConfig.from_mapping({"training": {"batch_size": 1_000_000}})
-    with pytest.raises(PlanError, match=rf"above {MOST_MICROBATCHES}; use a smaller batch_size"):
+    with pytest.raises(PlanError, match=rf"above {MAX_MICROBATCHES}; use a smaller batch_size"):
         choose_plan(config, None, device)
 
 
@@ -66,12 +66,12 @@ def test_the_longest_step_is_planned_from_short_ones(monkeypatch):
     situating.situations.cache_clear()
     config = RunConfig.from_mapping(
         {
-            "parallel": {"gpus": 8, "pp": 4, "num_microbatches": MOST_MICROBATCHES},
-            "training": {"batch_size": 2 * MOST_MICROBATCHES},
+            "parallel": {"gpus": 8, "pp": 4, "num_microbatches": MAX_MICROBATCHES},
+            "training": {"batch_size": 2 * MAX_MICROBATCHES},
         }
     )
     choice = search(config, gpu_spec("h100").usable_bytes, gpu_spec("h100"))
-    assert choice.plan.num_microbatches == MOST_MICROBATCHES
+    assert choice.plan.num_microbatches == MAX_MICROBATCHES
     assert max(built) <= SHORT_STEP
 
 

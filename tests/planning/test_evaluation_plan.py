@@ -12,7 +12,7 @@ from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.models.batch import Batch
 from llama_core.models.batched_generation import generate_rows
 from llama_core.models.scoring import Continuation, log_likelihoods
-from llama_core.planning.evaluation import Forward, evaluation_bytes
+from llama_core.planning.evaluation import EvaluationForward, evaluation_bytes
 from llama_core.planning.evaluation_plan import evaluation_plan
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
@@ -125,5 +125,5 @@ def test_evaluations_hold_as_many_bytes_as_they_are_estimated_to(compute, sizes)
         counter.relabel(model.parameters(), "weights")
         compute(model)
     counted = max(peak.num_bytes for peak in counter.peaks.values())
-    estimated = evaluation_bytes(spec, ParallelPlan(), 4, Forward(ROWS * ROW, is_kept=compute is texts))
+    estimated = evaluation_bytes(spec, ParallelPlan(), 4, EvaluationForward(ROWS * ROW, is_kept=compute is texts))
     assert 0.95 * counted <= estimated <= 1.25 * counted  # the mask of padded prompts is left out

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from step_record import training_summary
 
-from llama_core.records.held_out import MOST_ROWS, HeldOutRows
+from llama_core.records.held_out import MAX_ROWS, HeldOutRows
 
 losses = st.lists(st.floats(0.0, 100.0), min_size=2, max_size=20)
 
@@ -49,8 +49,8 @@ def test_a_single_row_tells_nothing_apart():
 
 def test_rows_in_which_nothing_counts_are_left_out_and_very_many_are_added_up():
     assert HeldOutRows.of([3.0, 0.0, 5.0], [2, 0, 2]) == HeldOutRows((3.0, 5.0), (2, 2))
-    many = HeldOutRows.of([2.0] * (3 * MOST_ROWS), [1] * (3 * MOST_ROWS))
-    assert many == HeldOutRows((6.0,) * MOST_ROWS, (3,) * MOST_ROWS)
+    many = HeldOutRows.of([2.0] * (3 * MAX_ROWS), [1] * (3 * MAX_ROWS))
+    assert many == HeldOutRows((6.0,) * MAX_ROWS, (3,) * MAX_ROWS)
     assert math.isnan(HeldOutRows.of([], []).mean)
 
 

@@ -7,8 +7,8 @@ from llama_core.rehearsal.call_order import (
     RECEIVE,
     SEND,
     Call,
+    CalledOperation,
     Communicator,
-    Operation,
     circle,
     collectives_in_line,
     mismatches,
@@ -22,11 +22,11 @@ THERE, BACK = Communicator((0, 1), number=2), Communicator((0, 1), number=3)
 
 def collective(name="all_reduce", communicator=BOTH, *, elements=(8,), dtype="float32", where="", **options):
     waits = {name: options.pop(name, ()) for name in ("after", "host_after", "behind")}
-    return Call(communicator, (Operation(name, dtype, elements, **options),), where=where, **waits)
+    return Call(communicator, (CalledOperation(name, dtype, elements, **options),), where=where, **waits)
 
 
 def transfer(name, peer, communicator, *, elements=(8,), dtype="float32", content="", **options):
-    return Call(communicator, (Operation(name, dtype, elements, peer=peer, content=content),), **options)
+    return Call(communicator, (CalledOperation(name, dtype, elements, peer=peer, content=content),), **options)
 
 
 def send(peer, communicator=THERE, **options):
@@ -217,7 +217,7 @@ RING = Communicator((0, 1, 2))
 
 def hop(rank):
     there, here = (rank + 1) % 3, (rank - 1) % 3
-    return Operation(SEND, "float32", (8,), peer=there), Operation(RECEIVE, "float32", (8,), peer=here)
+    return CalledOperation(SEND, "float32", (8,), peer=there), CalledOperation(RECEIVE, "float32", (8,), peer=here)
 
 
 def test_a_ring_that_launches_its_sends_and_receives_together_has_no_circle():

@@ -8,7 +8,7 @@ from llama_core.config import models
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
-from llama_core.rehearsal.compose import Change, Hosting, compose, covering_actions, renamed_layers, steps
+from llama_core.rehearsal.compose import BytesChange, Hosting, compose, covering_actions, renamed_layers, steps
 from llama_core.rehearsal.folding import FoldedStage
 from llama_core.rehearsal.trace import trace_rank
 from llama_core.schedules.registry import schedule_names
@@ -104,7 +104,7 @@ def test_a_step_of_which_equal_layers_are_left_out_matches_that_of_all_layers(pl
 
 
 def change(growth, layer):
-    return Change(
+    return BytesChange(
         Counter(activations=growth), {"forward": (Counter(activations=growth + 1), f"layers.{layer}.w2")}, 5, Counter()
     )
 

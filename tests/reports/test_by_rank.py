@@ -11,7 +11,7 @@ from llama_core.planning.memory.host import HostMemory
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.records.files import write_json
 from llama_core.units import GIB, MIB
-from training_reports.by_rank import MOST_RANKS, draw, memory_by_rank, peaks_by_group
+from training_reports.by_rank import MAX_RANKS, draw, memory_by_rank, peaks_by_group
 from training_reports.contents import RunContents
 
 sizes = st.lists(st.integers(0, 2**40), min_size=1, max_size=8)
@@ -41,7 +41,7 @@ def test_few_ranks_have_bars_of_their_own_beside_the_predictions_of_their_stage(
 
 
 def test_many_ranks_are_grouped_by_stage_and_none_is_left_out(run):
-    whole = 2 * MOST_RANKS
+    whole = 2 * MAX_RANKS
     contents = write_ranks(run, 4, whole // 4, tuple(range(whole)))
     groups = peaks_by_group(contents)
     assert list(groups) == ["0 to 7", "8 to 15", "16 to 23", "24 to 31"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from synthetic_run import step_record, table, write_run
 
 from training_reports import by_step
-from training_reports.downsampling import MOST_POINTS, buckets, kept
+from training_reports.downsampling import MAX_POINTS, buckets, kept
 from training_reports.page import write_report
 
 MOST = 24
@@ -67,4 +67,4 @@ def test_a_page_of_ten_thousand_steps_is_small_and_shows_every_spike(tmp_path):
     for name, (figure, spike) in drawn.items():
         lines = {line.name: dict(zip(line.x, line.y, strict=True)) for line in figure.data}
         assert lines[name][SPIKE] == spike
-        assert all(len(line.x) <= MOST_POINTS for line in figure.data)
+        assert all(len(line.x) <= MAX_POINTS for line in figure.data)

@@ -23,7 +23,7 @@ from llama_core.records.directory import RunDirectory
 REPOSITORY = Path(__file__).parents[2]
 IMAGES = REPOSITORY / "docs" / "images"
 REMAKE = "REMAKE_PICTURES" in os.environ
-MOST_BYTES = 300_000
+MAX_BYTES = 300_000
 
 COMMAND = ["train", "--model", "tiny_llama3_50m", "--device", "cpu", "--seq-len", "64", "--batch-size", "4"]
 LENGTH = ["--steps", "60" if REMAKE else "12", "--set", "training.eval_every=8"]
@@ -147,7 +147,7 @@ def test_the_terminal_in_the_readme_says_what_the_command_says(trained):
     if REMAKE:
         path.write_text(drawn)
     assert skeleton(path.read_text()) == skeleton(drawn)
-    assert path.stat().st_size < MOST_BYTES
+    assert path.stat().st_size < MAX_BYTES
 
 
 def test_the_report_in_the_readme_has_the_headings_of_the_report(trained, tmp_path):
@@ -166,4 +166,4 @@ def test_the_report_in_the_readme_has_the_headings_of_the_report(trained, tmp_pa
         path.write_bytes(png_with_text(png, "; ".join(headings)))
     assert text_of_png(path.read_bytes()) == "; ".join(headings)
     assert len(headings) > 4
-    assert max(len(png), path.stat().st_size) < MOST_BYTES
+    assert max(len(png), path.stat().st_size) < MAX_BYTES

@@ -25,7 +25,7 @@ from training_reports.contents import RunContents
 from training_reports.prediction import write_prediction
 from training_reports.sweep import write_report
 from training_reports.sweep_figures import (
-    MOST_DRAWN,
+    MAX_DRAWN,
     loss_curves,
     memory_by_element,
     throughput_against_memory,
@@ -159,7 +159,7 @@ def test_two_hundred_elements_make_one_light_page_with_a_row_for_each(tmp_path):
     figures = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
     assert len(figures) == 5
     for figure in figures:
-        assert sum(trace.get("showlegend", True) for trace in figure["data"]) <= MOST_DRAWN
+        assert sum(trace.get("showlegend", True) for trace in figure["data"]) <= MAX_DRAWN
     assert max(int(height) for height in re.findall(r"height: (\d+)px", page)) < 4000
     summary = text_of(page, "In short")
     assert len(summary) < 3000

@@ -9,8 +9,8 @@ from llama_core.rehearsal.call_order import (
     RECEIVE,
     SEND,
     Call,
+    CalledOperation,
     Communicator,
-    Operation,
     circle,
     mismatches,
     own_queue,
@@ -59,7 +59,7 @@ def _calls_of(rank, schedule, listed):
 def message(rank, source, target, content, after=()):
     name, peer = (SEND, target) if rank == source else (RECEIVE, source)
     communicator = Communicator(tuple(sorted((source, target))), number=int(source > target))
-    return Call(communicator, (Operation(name, peer=peer, content=content),), tuple(after))
+    return Call(communicator, (CalledOperation(name, peer=peer, content=content),), tuple(after))
 
 
 @settings(max_examples=20)

@@ -27,7 +27,7 @@ from llama_core.data.rendering import TemplateRefusalError
 from llama_core.errors import ConfigError, DataError
 from llama_core.training import harness_limits, harness_tasks
 from llama_core.training.harness_limits import quiet
-from llama_core.training.harness_tasks import Tasks
+from llama_core.training.harness_tasks import NamedTasks
 from llama_core.training.task_code import INSTALLED, executing_line
 from llama_core.training.task_data import checked_data
 
@@ -73,12 +73,12 @@ def test_the_harness_reads_what_was_checked_whatever_becomes_of_the_folder(tmp_p
         return tasks
 
     monkeypatch.setattr(harness_tasks, "plain_tasks", read_and_swap)
-    assert Tasks(["toy_choice"], folder=folder).names == ("toy_choice",)
+    assert NamedTasks(["toy_choice"], folder=folder).names == ("toy_choice",)
     assert not mark.exists()
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=r"!function utils\.process may execute code"):
-        Tasks(["toy_choice"], folder=folder)
-    Tasks(["toy_choice"], folder=folder, allow_code=True)
+        NamedTasks(["toy_choice"], folder=folder)
+    NamedTasks(["toy_choice"], folder=folder, allow_code=True)
     assert mark.exists()
 
 
@@ -95,7 +95,7 @@ def test_a_task_that_the_harness_leaves_out_does_not_lend_its_name_to_an_install
     written = yaml.safe_dump
     monkeypatch.setattr(yaml, "safe_dump", lambda values, **_: written(values).replace("\ntask: l", "\n\0: l"))
     with pytest.raises(ConfigError, match=f"the harness cannot read '{re.escape(name)}'"):
-        Tasks(["all"], folder=folder)
+        NamedTasks(["all"], folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_an_installed_task_that_executes_text_is_refused(tmp_path, monkeypatch):
     folder = make_tasks(tmp_path / "tasks")
     monkeypatch.setattr(harness_tasks, "executes_text", lambda task: "somewhere.py, line 3")
     with pytest.raises(ConfigError, match=r"'toy_choice' may execute what the model writes \(somewhere.py, line 3\)"):
-        Tasks(["toy_choice"], folder=folder)
-    assert Tasks(["toy_choice"], folder=folder, allow_code=True).names == ("toy_choice",)
+        NamedTasks(["toy_choice"], folder=folder)
+    assert NamedTasks(["toy_choice"], folder=folder, allow_code=True).names == ("toy_choice",)
 
 
 def test_no_metric_is_taken_from_the_current_folder_though_code_is_allowed(tmp_path, mark, monkeypatch):
@@ -171,7 +171,9 @@ def test_no_metric_is_taken_from_the_current_folder_though_code_is_allowed(tmp_p
     choice = {**TASKS["toy_choice"], "metric_list": [metric]}
     folder = make_tasks(tmp_path / "tasks", {"toy_choice": choice})
     monkeypatch.chdir(tmp_path)
-    Tasks(["toy_choice"], folder=folder, allow_code=True)  # the harness takes a metric that it cannot load for none
+    NamedTasks(
+        ["toy_choice"], folder=folder, allow_code=True
+    )  # the harness takes a metric that it cannot load for none
     assert not mark.exists()
     with quiet(allow_code=True), pytest.raises(ConfigError, match="the current folder holds planted, which would be"):
         evaluate.load("planted")
@@ -186,7 +188,7 @@ def test_a_stranger_cannot_have_the_harness_read_a_file_into_its_errors(tmp_path
     folder = make_tasks(tmp_path / "tasks")
     (folder / "more.yaml").symlink_to(secret)
     with pytest.raises(ConfigError) as refused:
-        Tasks(["toy_choice"], folder=folder)
+        NamedTasks(["toy_choice"], folder=folder)
     assert "very" not in str(refused.value)
     assert json.dumps(str(folder / "more.yaml"))[1:-1] in str(refused.value)
 
@@ -206,7 +208,7 @@ def test_odd_numbers_are_one_line(tmp_path, values, message):
     text = "".join(f"{key}: {_literal(value)}\n" for key, value in monstrous.items())
     (folder / "toy_choice.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        Tasks(["toy_choice"], folder=folder)
+        NamedTasks(["toy_choice"], folder=folder)
 
 
 def _literal(value):
@@ -221,7 +223,7 @@ def test_a_group_in_itself_is_one_line(tmp_path):
     (folder / "group.yaml").write_text("group: all\ntask: [toy_choice, other]")
     (folder / "other.yaml").write_text("group: other\ntask: [all]")
     with pytest.raises(ConfigError, match="group 'all' is in itself"):
-        Tasks(["all"], folder=folder)
+        NamedTasks(["all"], folder=folder)
 
 
 DOCUMENTS = {"question": ["a", "b"], "choices": [["x", "y"]] * 2, "answer": [0, 1]}
@@ -258,7 +260,7 @@ def test_data_that_libraries_would_decode_are_refused_before_they_do(tmp_path, m
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "mine.yaml").write_text(yaml.safe_dump({"task": "mine", **data, **texts}))
     with pytest.raises(ConfigError, match="'more' is Image, which the model cannot read and libraries would decode"):
-        Tasks(["mine"], folder=tmp_path / "tasks")
+        NamedTasks(["mine"], folder=tmp_path / "tasks")
 
 
 def test_a_folder_here_does_not_take_the_place_of_a_data_set_of_the_hub(tmp_path, monkeypatch):
@@ -272,7 +274,7 @@ def test_a_folder_here_does_not_take_the_place_of_a_data_set_of_the_hub(tmp_path
         ):
             datasets.load_dataset("allenai/sciq")
     folder = make_tasks(tmp_path / "tasks")
-    assert Tasks(["toy_choice"], folder=folder).names == ("toy_choice",)
+    assert NamedTasks(["toy_choice"], folder=folder).names == ("toy_choice",)
 
 
 @pytest.mark.parametrize("name", ["README.md", ".huggingface.yaml", "dataset_infos.json"])
@@ -302,7 +304,7 @@ def test_a_folder_of_data_that_has_other_files_read_is_refused(tmp_path, name, m
     ],
 )
 def test_a_template_of_a_task_has_limits_of_time_and_memory(monkeypatch, template, says):
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 1)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 1)
     with quiet(allow_code=False):
         with pytest.raises((TemplateRefusalError, rendering.InvalidTemplateError), match=says):
             lm_eval.utils.apply_template(template, {})
@@ -315,7 +317,7 @@ def test_a_list_that_a_template_writes_is_short(tmp_path):
     own = {"doc_to_text": "x", "doc_to_target": "[{% for i in range(80) %}{{ '1,' * 100000 }}{% endfor %}1]"}
     folder = make_tasks(tmp_path / "tasks", {"long": {"output_type": "generate_until"} | own})
     with pytest.raises(DataError, match=r"a template gives a list of 16,000,003 characters, more than 1,048,576"):
-        Tasks(["long"], folder=folder)
+        NamedTasks(["long"], folder=folder)
 
 
 def test_random_choices_of_templates_are_those_of_the_harness():
@@ -335,7 +337,7 @@ def test_the_patterns_of_a_task_have_a_limit_of_time(tmp_path, monkeypatch):
     metric = {"metric": "exact_match", "regexes_to_ignore": ["(a|a)*c"]}
     asked = {"doc_to_text": "{{question}}", "doc_to_target": "aaaa", "output_type": "generate_until"}
     own = asked | {"filter_list": [{"name": "slow", "filter": steps}], "metric_list": [metric]}
-    tasks = Tasks(["slow"], folder=make_tasks(tmp_path / "tasks", {"slow": own}))
+    tasks = NamedTasks(["slow"], folder=make_tasks(tmp_path / "tasks", {"slow": own}))
     (task,) = tasks._by_name["slow"]["tasks"].values()
     answer = Instance("generate_until", {}, ("?", {}), 0, resps=["a" * 40])
     monkeypatch.setattr(harness_limits, "PATTERN_SECONDS", 0.2)

@@ -34,7 +34,7 @@ def template(source):
     ],
 )
 def test_a_filter_that_computes_for_hours_is_stopped(source, monkeypatch):
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 2)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 2)
     with pytest.raises(TemplateRefusalError, match="it takes more than 2 s"):
         template(source).render(CHAT)
 
@@ -63,7 +63,7 @@ def test_a_conversation_of_too_many_characters_is_refused():
 @pytest.mark.wide
 @pytest.mark.parametrize("end", ["{{ 'a' | center(10**11) }}", "{{ ([('ab'*450000)]*900000)|map('title')|list }}"])
 def test_after_a_refusal_the_next_conversation_is_rendered(end, monkeypatch):
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 5)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 5)
     theirs = template(f"{{% if messages | length == 1 %}}{end}{{% endif %}}{{{{ messages[0].content }}}}")
     assert theirs.render(CHAT) == "hello"
     with pytest.raises(TemplateRefusalError):

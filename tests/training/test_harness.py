@@ -13,7 +13,7 @@ from llama_core.errors import DataError
 from llama_core.models.generation_config import end_tokens, generation_config
 from llama_core.training.harness import HarnessModel
 from llama_core.training.harness_limits import quiet
-from llama_core.training.harness_tasks import Tasks
+from llama_core.training.harness_tasks import NamedTasks
 from llama_core.training.weights import whole_model
 
 CLOSE = {"rel": 1e-4, "abs": 1e-4}
@@ -114,7 +114,7 @@ def test_generated_texts_are_those_of_hflm(until, ours, theirs):
 
 def scores_of(tasks, model, **asked):
     names = tuple(TASKS)
-    found = Tasks(names, folder=tasks, num_fewshot=asked.pop("num_fewshot", None))
+    found = NamedTasks(names, folder=tasks, num_fewshot=asked.pop("num_fewshot", None))
     return {(score.task, score.metric): score for name in names for score in found.run(name, model, **asked)}
 
 
@@ -131,14 +131,14 @@ def test_scores_of_every_kind_of_task_are_those_of_hflm(tasks, ours, theirs, lim
     assert accuracy.standard_error == expected["toy_choice", "acc"].standard_error
     assert (accuracy.version, accuracy.higher_is_better) == ("2.0", True)
     assert not found["toy_rolling", "word_perplexity"].higher_is_better
-    directions = Tasks(list(TASKS), folder=tasks).directions()
+    directions = NamedTasks(list(TASKS), folder=tasks).directions()
     assert directions == {name: score.higher_is_better for name, score in found.items()}
 
 
 def test_chat_with_solved_examples_and_a_system_prompt_has_the_scores_of_hflm(tasks, folder, theirs):
     names = ("toy_choice", "toy_generation")
     asked = {"limit": 6, "chat": True, "system": "be brief"}
-    chosen = Tasks(names, folder=tasks, num_fewshot=1)
+    chosen = NamedTasks(names, folder=tasks, num_fewshot=1)
     for name in names:
         found = chosen.run(name, our_model(folder, chat=True), **asked)
         expected = chosen.run(name, theirs, **asked)
@@ -190,7 +190,7 @@ def test_a_group_has_the_scores_of_its_tasks_and_their_mean(ours, tmp_path):
     aggregate = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
     group = {"group": "both", "task": ["one", "two"], "aggregate_metric_list": aggregate, "metadata": {"version": 3}}
     (folder / "both.yaml").write_text(yaml.safe_dump(group))
-    both = Tasks(["both"], folder=folder)
+    both = NamedTasks(["both"], folder=folder)
     found = {(one.task, one.metric): one for one in both.run("both", ours, limit=5)}
     assert both.directions() == {name: one.higher_is_better for name, one in found.items()}
     assert {task for task, _ in found} == {"both", "one", "two"}

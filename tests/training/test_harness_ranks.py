@@ -17,14 +17,14 @@ def answers(folder, tasks, plan):
     from lm_eval.api.instance import Instance
 
     from llama_core.training.harness import HarnessModel
-    from llama_core.training.harness_tasks import Tasks
+    from llama_core.training.harness_tasks import NamedTasks
 
     ranks = EvaluatingRanks(plan, "cpu")
     _, config = find_model(folder, None, print)
     model = whole_model(config.spec, folder, layers=ranks.layers(config.spec), divide=ranks.divide)
     tokenizer = load_tokenizer(str(folder))
     ours = HarnessModel(model, tokenizer, ends={(tokenizer.eos_id,)}, ranks=ranks)
-    chosen = Tasks(tuple(TASKS), folder=tasks)
+    chosen = NamedTasks(tuple(TASKS), folder=tasks)
     scores = [(score.task, score.metric, score.value) for name in chosen.names for score in chosen.run(name, ours)]
     settings = {"until": [], "max_gen_toks": 10}
     prompts = [" ".join(SENTENCES[:number])[: 7 * number] for number in range(1, 8)]

@@ -24,7 +24,7 @@ from training_infra.lines import print_line, print_pieces
 
 def _generate(options: argparse.Namespace) -> None:
     from llama_core.chain.console import say
-    from llama_core.chain.conversation import Conversation
+    from llama_core.chain.conversation import ChatSession
     from llama_core.chain.downloads import fetch_weights
     from llama_core.chain.generate import TextModel
 
@@ -47,7 +47,7 @@ def _generate(options: argparse.Namespace) -> None:
         dtype=options.dtype,
         tell=partial(print_line, file=sys.stderr),
     )
-    conversation = Conversation(model, options.system) if options.chat else None
+    conversation = ChatSession(model, options.system) if options.chat else None
     if options.prompt is None and conversation is not None:
         model.read_weights()
         converse(conversation.answer)

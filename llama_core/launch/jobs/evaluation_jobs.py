@@ -13,10 +13,10 @@ from typing import Protocol
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.jobs.launcher import launcher_of
-from llama_core.launch.jobs.tasks import TaskRequest, Tasks
+from llama_core.launch.jobs.tasks import TaskJobs, TaskRequest
 from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
-from llama_core.planning.evaluation import Forward, evaluation_bytes
+from llama_core.planning.evaluation import EvaluationForward, evaluation_bytes
 from llama_core.planning.evaluation_plan import EvaluationPlan, evaluating_device, evaluating_request, evaluation_plan
 from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
 from llama_core.planning.program.operations import itemsize_of
@@ -134,7 +134,7 @@ class InJobs:
         ConfigError, PlanError, DoesNotFitError: if the devices cannot evaluate the model.
     """
 
-    def __init__(self, run: RunDirectory, config: RunConfig, tasks: Tasks) -> None:
+    def __init__(self, run: RunDirectory, config: RunConfig, tasks: TaskJobs) -> None:
         self.device = evaluating_device(config, beside_ranks=True)
         self._run = run
         self._tasks = tasks
@@ -197,6 +197,6 @@ def _host_bytes(config: RunConfig, shared: EvaluationPlan) -> int:
     asked = config.evaluation
     process = CUDA_PROCESS_BYTES
     if config.launch.device == "cpu":
-        tensors = evaluation_bytes(config.spec, shared.plan, itemsize_of(asked.dtype), Forward.of(config))
+        tensors = evaluation_bytes(config.spec, shared.plan, itemsize_of(asked.dtype), EvaluationForward.of(config))
         process = CPU_PROCESS_BYTES + tensors
     return _JOB_BYTES + shared.plan.world_size // shared.nodes * (process + _TASKS_BYTES)

@@ -9,7 +9,7 @@ from typing import IO, Protocol
 
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.handle import JobHandle, Submission
-from llama_core.launch.jobs.tasks import Tasks
+from llama_core.launch.jobs.tasks import TaskJobs
 from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launch.scheduler import Ask
 from llama_core.launchers.registry import LAUNCHERS
@@ -63,7 +63,7 @@ class Launcher:
     """Asks the scheduler about a job."""
     ask_once: Callable[[], Ask] | None = None
     """Return what asks about many jobs at once, whose answers may be some seconds old; None if nothing does."""
-    tasks: Tasks | None = None
+    tasks: TaskJobs | None = None
     """Jobs that are no run's; None if it starts none (``LauncherType.runs_tasks``)."""
     script: Script | None = None
     unused: Callable[[RunConfig], str] = lambda config: ""

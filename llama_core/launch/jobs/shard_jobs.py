@@ -9,11 +9,11 @@ from pathlib import Path
 from llama_core.config.run import RunConfig
 from llama_core.data.corpus import OnProgress
 from llama_core.data.shard_store import Recipe, find_shards, probably_missing
-from llama_core.data.shard_workers import Order, Start, build_orders, num_cores
+from llama_core.data.shard_workers import ShardOrder, Start, build_orders, num_cores
 from llama_core.data.source_file import total_bytes
 from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import DataError, RunDirectoryError, TrainingInfraError
-from llama_core.launch.jobs.tasks import TaskRequest, Tasks
+from llama_core.launch.jobs.tasks import TaskJobs, TaskRequest
 from llama_core.records.files import read_typed, write_json
 
 _NAME = "tokenize"
@@ -30,7 +30,7 @@ class _Ending:
 class ShardTask:
     """What one of the jobs calls on its node."""
 
-    orders: tuple[Order, ...]
+    orders: tuple[ShardOrder, ...]
     start: Start
     ending: Path
     """Where it leaves the reason if it cannot build a shard."""
@@ -45,12 +45,12 @@ class ShardTask:
 
 
 def build_in_jobs(
-    orders: Sequence[Order],
+    orders: Sequence[ShardOrder],
     start: Start,
     config: RunConfig,
     num_tasks: int,
     *,
-    jobs: Tasks,
+    jobs: TaskJobs,
     folder: Path,
     on_progress: OnProgress,
 ) -> None:
@@ -98,9 +98,9 @@ def build_in_jobs(
 
 
 def _follow(
-    jobs: Tasks,
+    jobs: TaskJobs,
     job_ids: Sequence[str],
-    orders: Sequence[Order],
+    orders: Sequence[ShardOrder],
     start: Start,
     *,
     others: Container[str],
@@ -137,7 +137,7 @@ def _follow(
         time.sleep(jobs.poll_seconds)
 
 
-def _missing(orders: Sequence[Order], start: Start) -> list[Order]:
+def _missing(orders: Sequence[ShardOrder], start: Start) -> list[ShardOrder]:
     """Return the orders whose shards are not there."""
     missing = []
     for recipe, own in _by_source(orders, start):
@@ -146,10 +146,10 @@ def _missing(orders: Sequence[Order], start: Start) -> list[Order]:
     return missing
 
 
-def _by_source(orders: Sequence[Order], start: Start) -> Iterator[tuple[Recipe, list[Order]]]:
+def _by_source(orders: Sequence[ShardOrder], start: Start) -> Iterator[tuple[Recipe, list[ShardOrder]]]:
     """Yield how the files of each source become tokens, and its orders."""
     tokenizer = model_tokenizer(start.data, start.spec)
-    by_source: dict[tuple[Path, Path], list[Order]] = {}
+    by_source: dict[tuple[Path, Path], list[ShardOrder]] = {}
     for order in orders:
         by_source.setdefault((order.directory, order.newest.path), []).append(order)
     for own in by_source.values():

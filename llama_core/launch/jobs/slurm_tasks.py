@@ -15,7 +15,7 @@ from llama_core.launch.jobs.slurm_request import (
     slurm_parameters,
     submission_environment,
 )
-from llama_core.launch.jobs.tasks import TaskRequest, Tasks
+from llama_core.launch.jobs.tasks import TaskJobs, TaskRequest
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.slurm import ENDED, FILES_SECONDS, FIRST_POLL_SECONDS, array_statuses, cancel, job_status
 
@@ -80,4 +80,4 @@ def _array(job_id: str) -> str:
     return job_id.partition("_")[0]
 
 
-TASKS = Tasks(_submit, _states, ENDED, _cancel, poll_seconds=FIRST_POLL_SECONDS, files_seconds=FILES_SECONDS)
+TASKS = TaskJobs(_submit, _states, ENDED, _cancel, poll_seconds=FIRST_POLL_SECONDS, files_seconds=FILES_SECONDS)

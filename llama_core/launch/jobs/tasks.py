@@ -32,7 +32,7 @@ class TaskRequest:
 
 
 @dataclass(frozen=True)
-class Tasks:
+class TaskJobs:
     """How a launcher starts such jobs, and finds them again by their ids."""
 
     submit: Callable[[TaskRequest], list[str]]

@@ -5,7 +5,14 @@ import shutil
 from collections.abc import Mapping, Sequence
 
 from llama_core.launch.attempts import NODE_VARIABLE
-from llama_core.launch.rank.surroundings import JobStart, Place, Step, Surroundings, export_torchrun, rendezvous_port
+from llama_core.launch.rank.surroundings import (
+    JobStart,
+    RankPlace,
+    Step,
+    Surroundings,
+    export_torchrun,
+    rendezvous_port,
+)
 from llama_core.launch.scheduler import JobStatus
 from llama_core.launch.slurm import earlier_states, failed_nodes, job_status, requeue
 from llama_core.launch.verdict import LESS_MEMORY, RESUME, Verdict
@@ -30,7 +37,7 @@ _OF_THIS_STEP = ("SLURM_CPU_BIND", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", 
 class SlurmSurroundings(Surroundings):
     """Ranks that are tasks of a Slurm job."""
 
-    def take_place(self) -> Place:
+    def take_place(self) -> RankPlace:
         """Return the place that Slurm's variables tell."""
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
@@ -44,7 +51,7 @@ class SlurmSurroundings(Surroundings):
         os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         cores = os.environ.get("SLURM_CPUS_PER_TASK")
-        return Place(
+        return RankPlace(
             job.job_id,
             job.global_rank,
             job.num_tasks,

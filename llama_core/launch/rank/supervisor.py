@@ -34,7 +34,7 @@ from llama_core.launch.attempts import (
 from llama_core.launch.rank.children import companion, die_with_parent
 from llama_core.launch.rank.requeue import begin_attempt, start_again
 from llama_core.launch.rank.start import HELD_SIGNALS
-from llama_core.launch.rank.surroundings import Place, Surroundings
+from llama_core.launch.rank.surroundings import RankPlace, Surroundings
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.launchers.registry import LAUNCHERS
@@ -194,7 +194,7 @@ _OLD_NAMES = {
 class _Rank:
     """The worker of one rank while it runs."""
 
-    def __init__(self, supervisor: Supervisor, place: Place) -> None:
+    def __init__(self, supervisor: Supervisor, place: RankPlace) -> None:
         self.supervisor = supervisor
         self.run_directory = RunDirectory(supervisor.run_dir)
         self.place = place

@@ -12,7 +12,7 @@ from llama_core.records.job import JobRecord
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """A rank among those of its job."""
 
     job_id: str
@@ -64,7 +64,7 @@ class Surroundings(ABC):
     """Whether all ranks are children of one process, so that they see whether another one is alive."""
 
     @abstractmethod
-    def take_place(self) -> Place:
+    def take_place(self) -> RankPlace:
         """Return the place of this process among the ranks.
 
         Sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, unless the supervisor brings
@@ -121,7 +121,7 @@ class BelowSubmitit(Surroundings):
 
     has_one_parent = True
 
-    def take_place(self) -> Place:
+    def take_place(self) -> RankPlace:
         """Return the place that submitit's variables tell; the rank then dies with the controller."""
         from submitit import JobEnvironment
         from submitit.helpers import TorchDistributedEnvironment
@@ -130,7 +130,7 @@ class BelowSubmitit(Surroundings):
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
         # The controller starts the ranks from its main thread; the death of the starting thread sends the signal too.
         die_with_parent(int(job.job_id))()
-        return Place(job.job_id, job.global_rank, job.num_tasks, job.num_tasks // job.num_nodes)
+        return RankPlace(job.job_id, job.global_rank, job.num_tasks, job.num_tasks // job.num_nodes)
 
 
 def rendezvous_port(job_id: int, restart: int) -> int:

@@ -14,7 +14,7 @@ from llama_core.planning.memory.stage_bytes import Snapshot, StageBytes
 from llama_core.planning.program.passes import Passes
 
 
-class Forward:
+class ForwardBytes:
     """A forward.
 
     Args:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from functools import cached_property
 
 from llama_core.planning.memory.backward import Backward
-from llama_core.planning.memory.forward import Forward
+from llama_core.planning.memory.forward import ForwardBytes
 from llama_core.planning.memory.position import Position
 from llama_core.planning.memory.stage_bytes import Snapshot, StageBytes
 from llama_core.planning.work import Stage, Work
@@ -39,7 +39,7 @@ class StageSnapshots(StageBytes):
 
     def _peak(self, kind: Kind, at: Position) -> Snapshot:
         if kind is Kind.FORWARD:
-            return max(Forward(self, at).snapshots(), key=sum)
+            return max(ForwardBytes(self, at).snapshots(), key=sum)
         backward = Backward(self, at, self._candidates)
         if kind is Kind.WEIGHT_GRADIENT:
             return max(backward.weight_gradients(), key=sum)

@@ -32,7 +32,7 @@ class Head(ends.Head):
         moved = self.tokens * vocab_size * (2 * (self.itemsize + 11 * FP32_BYTES) + self.itemsize)
         return num_chunks, held, moved
 
-    def factors(self, pairs: list[tuple[int, int]]) -> Iterator[ends.Factors]:
+    def factors(self, pairs: list[tuple[int, int]]) -> Iterator[ends.LogitFactors]:
         """Yield the factors of each product whose sum is the logits."""
         for factors in super().factors(pairs):
             workspace = 0

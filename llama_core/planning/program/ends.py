@@ -70,7 +70,7 @@ class FinalNorm(ModelProgram):
         self.output = self.norm(self.input, is_trained=spec.trains_final_norm)
 
 
-class Factors(NamedTuple):
+class LogitFactors(NamedTuple):
     """Tokens and a matrix, whose product is the logits or a part of their sum."""
 
     tokens: Size
@@ -151,7 +151,7 @@ class Head(ModelProgram):
         moved = 3 * self.tokens * vocab_size * self.itemsize  # read for the row's sum, read again, replaced
         return num_chunks, held, moved
 
-    def factors(self, pairs: list[tuple[int, int]]) -> Iterator[Factors]:
+    def factors(self, pairs: list[tuple[int, int]]) -> Iterator[LogitFactors]:
         """Yield the factors of each product whose sum is the logits."""
         for left, right in pairs:
             is_trained = right in self.trained
@@ -162,7 +162,7 @@ class Head(ModelProgram):
             if is_trained and not self.setting.on_cuda:
                 # tokens with the ignored ones zeroed, and rows of the matrix's gradient
                 workspace = tokens.num_bytes + -(-self.vocab_size // LOSS_NUM_BLOCKS) * width * self.itemsize
-            yield Factors(
+            yield LogitFactors(
                 tokens=tokens,
                 width=width,
                 gradient=Size(matrix.elements if is_trained else 0, FP32_BYTES),

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec
-from llama_core.config.run import MOST_MICROBATCHES, Offload, RecomputeMode, RunConfig, ZeroStage
+from llama_core.config.run import MAX_MICROBATCHES, Offload, RecomputeMode, RunConfig, ZeroStage
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.degrees import Degrees
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type, searched_schedules
@@ -57,7 +57,7 @@ class Sharding(NamedTuple):
         return f"ZeRO {self.zero_stage}{copies}"
 
 
-class Order(NamedTuple):
+class ScheduleChoice(NamedTuple):
     """The order of forwards and backwards."""
 
     schedule: str
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
     sharding: Sharding
     ep: int
     """Expert-parallel ranks."""
-    order: Order
+    order: ScheduleChoice
     microbatch_size: int
     offload: Offload = "none"
 
@@ -137,7 +137,7 @@ class Candidates:
             if share % size:
                 continue
             # the largest one stays even with too many microbatches: the plan says what is wrong
-            if not sizes or self.num_microbatches(shape, size) <= MOST_MICROBATCHES:
+            if not sizes or self.num_microbatches(shape, size) <= MAX_MICROBATCHES:
                 sizes.append(size)
         return sizes
 
@@ -202,14 +202,14 @@ class Candidates:
                 possible.append(size)
         return possible
 
-    def orders(self, shape: Shape, microbatch_size: int) -> list[Order]:
+    def orders(self, shape: Shape, microbatch_size: int) -> list[ScheduleChoice]:
         """Return the schedules to try with this microbatch size."""
         asked = self.asked
         is_open = asked.schedule == "auto"
         if shape.pp == 1:
-            return [Order(DEFAULT_SCHEDULE if is_open else asked.schedule, self._chunks or 1)]
+            return [ScheduleChoice(DEFAULT_SCHEDULE if is_open else asked.schedule, self._chunks or 1)]
         counts = self._counts(shape, microbatch_size)
-        orders: list[Order] = []
+        orders: list[ScheduleChoice] = []
         for kind in searched_schedules() if is_open else [schedule_type(asked.schedule)]:
             if microbatch_size % kind.parts_per_microbatch:
                 continue
@@ -228,18 +228,18 @@ class Candidates:
     def _chunks(self) -> int | None:
         return None if self.asked.num_chunks == "auto" else self.asked.num_chunks
 
-    def _in_chunks(self, kind: ScheduleType, pp: int, count: int) -> Iterator[Order]:
+    def _in_chunks(self, kind: ScheduleType, pp: int, count: int) -> Iterator[ScheduleChoice]:
         """Yield a schedule with each number of stages per rank to try."""
         if not kind.takes_chunks:
             if self.asked.schedule != "auto" or self._chunks in {None, 1}:
-                yield Order(kind.name, self._chunks or 1)
+                yield ScheduleChoice(kind.name, self._chunks or 1)
         elif count % pp == 0 and self._chunks != 1:
             if self._chunks is not None:
-                yield Order(kind.name, self._chunks)
+                yield ScheduleChoice(kind.name, self._chunks)
                 return
             for chunks in CHUNKS:
                 if self.degrees.is_even(pp * chunks):
-                    yield Order(kind.name, chunks)
+                    yield ScheduleChoice(kind.name, chunks)
 
     def refusal(
         self,

@@ -16,7 +16,7 @@ from llama_core.config.run import RecomputeMode
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
-from llama_core.planning.search.candidates import Candidates, Order, Variant
+from llama_core.planning.search.candidates import Candidates, ScheduleChoice, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.planning.time.step_time import StepTime
 from llama_core.planning.work import Work
@@ -208,10 +208,10 @@ def _kept(mode: RecomputeMode, layer: Passes) -> int:
 
 def _alone(variant: Variant) -> Variant:
     """Return the variant that represents all whose microbatches take the same time and memory."""
-    return variant._replace(order=Order(DEFAULT_SCHEDULE))
+    return variant._replace(order=ScheduleChoice(DEFAULT_SCHEDULE))
 
 
-def idle_microbatches(order: Order, pp: int, count: int) -> float:
+def idle_microbatches(order: ScheduleChoice, pp: int, count: int) -> float:
     """Return a pipeline rank's idle time in units of a microbatch's work, if a backward takes two forwards."""
     if pp == 1:
         return 0.0
@@ -219,6 +219,6 @@ def idle_microbatches(order: Order, pp: int, count: int) -> float:
     return in_forwards / 3
 
 
-def in_flight(order: Order, pp: int, count: int) -> float:
+def in_flight(order: ScheduleChoice, pp: int, count: int) -> float:
     """Return the fewest microbatches that the fullest pipeline rank holds at its peak, in full stages."""
     return schedule_type(order.schedule).in_flight(pp, count, order.num_chunks) if pp > 1 else 1

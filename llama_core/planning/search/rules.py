@@ -5,7 +5,7 @@ from dataclasses import replace
 from llama_core.config.run import Offload
 from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.search.candidates import Candidates, Order, Shape, Sharding, Variant
+from llama_core.planning.search.candidates import Candidates, ScheduleChoice, Shape, Sharding, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 
@@ -96,13 +96,13 @@ def _sharding(candidates: Candidates, shape: Shape) -> Sharding:
     return next(sharding for sharding in shardings if sharding.zero_stage == most)
 
 
-def _order(candidates: Candidates, shape: Shape) -> Order:
+def _order(candidates: Candidates, shape: Shape) -> ScheduleChoice:
     asked = candidates.asked
     schedule = DEFAULT_SCHEDULE if asked.schedule == "auto" else asked.schedule
     if asked.num_chunks != "auto":
-        return Order(schedule, asked.num_chunks)
+        return ScheduleChoice(schedule, asked.num_chunks)
     has_chunks = schedule_type(schedule).takes_chunks and shape.pp > 1
-    return Order(schedule, DEFAULT_CHUNKS if has_chunks else 1)
+    return ScheduleChoice(schedule, DEFAULT_CHUNKS if has_chunks else 1)
 
 
 def in_best_form(plan: ParallelPlan, fitting: Fitting) -> ParallelPlan:

@@ -12,7 +12,7 @@ from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError
 from llama_core.records.directory import RunDirectory
 from llama_core.redaction import shell_word
 
-LEAST_DEVIATION = 0.01
+MIN_DEVIATION = 0.01
 """Least median absolute deviation, as a fraction of the median, so that a loss that hardly varies has no spikes."""
 
 
@@ -80,7 +80,7 @@ class Spikes:
         clause = ""
         if threshold is not None and len(recent) == recent.maxlen:
             usual = median(recent)
-            deviation = max(median(abs(other - usual) for other in recent), LEAST_DEVIATION * abs(usual))
+            deviation = max(median(abs(other - usual) for other in recent), MIN_DEVIATION * abs(usual))
             if value > usual + threshold * deviation:
                 clause = (
                     f"{name} {value:.4g} is more than {threshold:g} median absolute deviations above the median "
