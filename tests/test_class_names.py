@@ -1,4 +1,4 @@
-"""A name stands for one thing: no two classes of the product share one, so that a reader need not ask which is meant."""
+"""A name stands for one thing: no two classes of the product share one, so nobody need ask which is meant."""
 
 import ast
 from collections import Counter

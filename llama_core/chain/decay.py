@@ -24,8 +24,8 @@ from llama_core.records.checkpoints import (
 )
 from llama_core.records.checksums import FileSum
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import refuse_foreign, refuse_links
 from llama_core.records.metrics import copy_metrics, read_metrics
-from llama_core.records.owners import refuse_foreign, refuse_links
 from llama_core.records.settings_changes import read_settings_changes, record_settings_change
 from llama_core.trackers.registry import folders_with_links
 from llama_core.training.rates import learning_rate, warmup_steps

@@ -34,11 +34,11 @@ from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import endings
 from llama_core.records.evaluations import read_scores
+from llama_core.records.file_owners import other_owner
 from llama_core.records.files import checked_record, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.records.metrics import read_heartbeat, read_metrics, set_aside
-from llama_core.records.owners import other_owner
 from llama_core.records.references import read_reference
 from llama_core.records.retention import by_held_out_loss
 from llama_core.records.rollbacks import read_rollbacks

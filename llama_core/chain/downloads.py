@@ -22,9 +22,9 @@ from llama_core.hub import HubCommit, HubName, RepositoryKind, at_revision, down
 from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
 from llama_core.models.weight_files import INDEX, PICKLED, WHOLE, weight_map
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import own_folder
 from llama_core.records.files import DAMAGE, cache_directory, no_room, read_file, user_path, write_json
 from llama_core.records.hub import HubRecord, HubSource
-from llama_core.records.owners import own_folder
 from llama_core.units import counted, format_bytes
 
 INITIAL_WEIGHTS = "training.init_from"

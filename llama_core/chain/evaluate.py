@@ -26,8 +26,8 @@ from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
 from llama_core.records.checkpoints import data_digest, run_of
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import other_owner
 from llama_core.records.held_out import HeldOutRows
-from llama_core.records.owners import other_owner
 
 HELD_OUT = "held-out"
 """What the held-out documents of a run are called that have no name."""

@@ -56,9 +56,9 @@ from llama_core.records.checkpoints import data_digests, newest_checkpoint, newe
 from llama_core.records.data_changes import allow_data_change as record_allowed_change
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import refuse_links
 from llama_core.records.files import atomic_write, write_json
 from llama_core.records.metrics import read_heartbeat
-from llama_core.records.owners import refuse_links
 from llama_core.records.settings_changes import record_settings_change
 from llama_core.trackers.registry import folders_with_links
 

@@ -11,8 +11,8 @@ from llama_core.models.pretrained import is_checkpoint
 from llama_core.records.checkpoints import checkpoint_step, run_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import LOSS, Score, write_scores
+from llama_core.records.file_owners import other_owner
 from llama_core.records.files import now, unwritable
-from llama_core.records.owners import other_owner
 from llama_core.records.progress import read_progress
 
 Tell = Callable[[str], None]

@@ -34,9 +34,9 @@ from llama_core.records.checkpoints import (
 )
 from llama_core.records.data_changes import read_data_changes
 from llama_core.records.directory import RunDirectory, command_to_resume
+from llama_core.records.file_owners import other_owner, refuse_foreign
 from llama_core.records.files import read_typed
 from llama_core.records.job import JobRecord
-from llama_core.records.owners import other_owner, refuse_foreign
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.redaction import shell_word
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError
+from llama_core.records.file_owners import who_else_may_replace, who_else_may_write
 from llama_core.records.files import contents_of, open_file
-from llama_core.records.owners import who_else_may_replace, who_else_may_write
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from llama_core.data.token_cache import TokenCache, cached_tokens
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError, safe
 from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS
+from llama_core.records.file_owners import own_folder
 from llama_core.records.files import cache_directory, is_disk_full, no_room
-from llama_core.records.owners import own_folder
 
 logger = logging.getLogger(__name__)
 

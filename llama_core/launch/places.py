@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from llama_core.errors import RunDirectoryError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import who_else_may_fill
 from llama_core.records.files import is_same_folder
-from llama_core.records.owners import who_else_may_fill
 
 CONTROLLER_LOG = "controller.log"
 """Name of the file beside them with the output of submitit's controller, which starts the ranks of a local job."""

@@ -22,12 +22,12 @@ from llama_core.parallel.context import apply_context_parallel, shard_batch
 from llama_core.parallel.expert import divide_experts
 from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
-from llama_core.parallel.owners import mark_copies
 from llama_core.parallel.pipeline import OnPhase, Pipeline
 from llama_core.parallel.prepared import prepare
 from llama_core.parallel.ranks import check_started
 from llama_core.parallel.recompute import recompute_and_compile
 from llama_core.parallel.tensor import apply_tensor_parallel
+from llama_core.parallel.whole_matrices import mark_copies
 from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.held_out import HeldOutRows

@@ -19,6 +19,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import account_name
 from llama_core.records.files import (
     DAMAGE,
     atomic_write,
@@ -33,7 +34,6 @@ from llama_core.records.files import (
     user_path,
 )
 from llama_core.records.measurements import BenchmarkRecord, disturbance
-from llama_core.records.owners import account_name
 from llama_core.sweep.objective import UNTIMED
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.handle import WORKER, JobHandle, cancel_all
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import refuse_foreign, refuse_links
 from llama_core.records.files import read_json
 from llama_core.records.job import Outcome, Part
 from llama_core.records.measurements import TrainingSummary
-from llama_core.records.owners import refuse_foreign, refuse_links
 from llama_core.redaction import shell_word
 from llama_core.sweep.best import best_lines
 from llama_core.sweep.directory import (

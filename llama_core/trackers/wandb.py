@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import SCORE
-from llama_core.records.owners import who_else_may_write
+from llama_core.records.file_owners import who_else_may_write
 from llama_core.redaction import shell_word
 from llama_core.trackers.traits import TrackedRun, TrackerSettings, TrackerType
 

@@ -11,7 +11,7 @@ from llama_core.config.settings import TrainingConfig
 from llama_core.models.layers import local_part
 from llama_core.optimizers.muon import MUON, NUM_ITERATIONS, flops
 from llama_core.optimizers.traits import RATE, UPDATED_BY
-from llama_core.parallel.owners import at_owners, matrices_of
+from llama_core.parallel.whole_matrices import at_owners, matrices_of
 from llama_core.training.bf16_moments import Bf16Moments
 from llama_core.training.local import KeepsDtypes, adamw_kernel, prepared_gradient, whether_it_happens
 

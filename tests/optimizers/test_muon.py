@@ -7,7 +7,7 @@ from tiers import cases
 from torch import nn
 
 from llama_core.config.run import RunConfig, TrainingConfig
-from llama_core.optimizers import owners
+from llama_core.optimizers import assignment
 from llama_core.optimizers.muon import MUON
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training import muon
@@ -121,7 +121,7 @@ def test_what_a_strategy_trains_matches_one_process(plan, spec):
 
 def test_owners_have_equal_work_to_the_last_matrix():
     work = (9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0)
-    owner_of = owners.dealt(work, 3)
+    owner_of = assignment.dealt(work, 3)
     loads = [sum(size for size, owner in zip(work, owner_of, strict=True) if owner == rank) for rank in range(3)]
     assert max(loads) - min(loads) <= 2.0
 
@@ -133,7 +133,7 @@ def test_many_small_rounds_are_the_same_as_one():
 
 
 def _small_rounds():
-    owners.ROUND_ELEMENTS = 1
+    assignment.ROUND_ELEMENTS = 1
 
 
 def test_a_run_with_muon_holds_four_bytes_per_parameter_of_its_matrices():

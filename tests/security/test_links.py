@@ -18,9 +18,9 @@ from llama_core.launch.logs import LogFollower
 from llama_core.records.checkpoints import STATE, find_problem, list_checkpoints, write_manifest
 from llama_core.records.checksums import FileSum
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import refuse_links
 from llama_core.records.files import open_file, write_json
 from llama_core.records.metrics import append_metrics, read_heartbeat
-from llama_core.records.owners import refuse_links
 from llama_core.records.profiles import ProfileRecord, write_profile
 from llama_core.records.timelines import LaneRecord, write_lane
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, write_record

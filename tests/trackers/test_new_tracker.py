@@ -17,9 +17,9 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirector
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
+from llama_core.records.file_owners import refuse_links
 from llama_core.records.files import now
 from llama_core.records.metrics import read_metrics
-from llama_core.records.owners import refuse_links
 from llama_core.redaction import redacted
 from llama_core.trackers.registry import TRACKERS, folders_with_links
 from llama_core.training.metrics import MetricsSinks

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.records.file_owners import who_else_may_write
 from llama_core.records.files import open_file, read_file
-from llama_core.records.owners import who_else_may_write
 
 _REPOSITORY = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import other_owner
 from llama_core.records.job import Outcome
-from llama_core.records.owners import other_owner
 from training_infra.commands.command import RUN_DIR, Argument, Command, whole_number
 from training_infra.lines import print_json, print_line
 from training_infra.tables import print_diagnosis, print_runs

@@ -22,10 +22,10 @@ from llama_core.launch.places import own_submission
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.launchers.traits import LauncherType
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import refuse_foreign
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import read_heartbeat
-from llama_core.records.owners import refuse_foreign
 from llama_core.redaction import shell_word
 
 # Command lines, so that submitting needs no torch.

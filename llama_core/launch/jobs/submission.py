@@ -20,9 +20,9 @@ from llama_core.launch.places import fresh_folder, submission_folders
 from llama_core.launch.scheduler import Ask
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import other_owner, refuse_foreign, refuse_links
 from llama_core.records.files import by_dotted_key, damaged, read_typed, write_json
 from llama_core.records.job import JobRecord, Part
-from llama_core.records.owners import other_owner, refuse_foreign, refuse_links
 from llama_core.trackers.registry import folders_with_links
 
 

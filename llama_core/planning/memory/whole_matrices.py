@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from llama_core.optimizers.owners import dealt, rounds
+from llama_core.optimizers.assignment import dealt, rounds
 from llama_core.optimizers.traits import OptimizerType
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.work import Work

@@ -22,7 +22,7 @@ from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from llama_core.optimizers.owners import dealt, rounds
+from llama_core.optimizers.assignment import dealt, rounds
 
 OnWholeMatrices = Callable[[list[Tensor]], list[Tensor]]
 """A function of whole matrices, each [rows, columns], that returns one of the same shape for each."""
