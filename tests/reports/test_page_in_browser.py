@@ -23,7 +23,7 @@ def test_every_figure_is_drawn_with_all_its_lines_points_and_bars(run, tmp_path)
         "Throughput": (1, 40),
         "Where the time of a step goes": (5, 0),
         "Learning rate and gradient norm": (2, 40 + 39),
-        "Memory by step": (2, 2 * 40),
+        "Memory by step": (3, 3 * 40),
     }
 
 
