@@ -60,7 +60,7 @@ class OptimizerType:
     """Bytes that the update gathers from the ranks that shard a weight; 0 if it needs no other rank's part."""
     flops: Callable[[int, int], float] | None = None
     """FLOPs for a matrix with so many rows and columns, if it is computed whole, on one of the ranks that divide it or
-    hold copies of it (``parallel.owners``); None if every rank updates its part alone."""
+    hold copies of it (``parallel.whole_matrices``); None if every rank updates its part alone."""
     others: "OptimizerType | None" = None
     """What updates all but the matrices inside layers; None if this one does."""
     keys: tuple[str, ...] = ()

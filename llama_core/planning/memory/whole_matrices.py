@@ -1,7 +1,7 @@
 """What an optimizer that computes on whole matrices holds meanwhile, beside weights, gradients and states.
 
-It follows ``parallel.owners`` and ``training.muon`` round by round: the matrices of the fullest owner, what it makes of
-those of one shape at a time, what it sends back, and the parts of the next round on their way.
+It follows ``parallel.whole_matrices`` and ``training.muon`` round by round: the matrices of the fullest owner, what
+it makes of those of one shape at a time, what it sends back, and the parts of the next round on their way.
 """
 
 import math
