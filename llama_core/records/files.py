@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -229,11 +229,14 @@ def contents_of(file: BufferedReader, most_bytes: int = MAX_BYTES) -> bytes:
     return bytes(content)
 
 
-def table_of(content: bytes, **options: Any) -> "pa.Table":
+def table_of(
+    content: bytes, *, columns: "Callable[[pa.Schema], pa.Schema] | None" = None, **options: Any
+) -> "pa.Table":
     """Return the table in the contents of a Parquet file that this software writes.
 
     Args:
         content: the contents.
+        columns: returns the columns to read, with their types, from those in the file; default: these.
         **options: as for ``pyarrow.parquet.read_table``.
 
     Raises:
@@ -249,18 +252,9 @@ def table_of(content: bytes, **options: Any) -> "pa.Table":
         num_values += max(listed, group.num_rows * group.num_columns)
     if num_values > FREE_VALUES + len(content):
         raise ValueError(f"{num_values:,} values in {format_bytes(len(content))}, more than are ever written")
+    if columns is not None:
+        options["schema"] = columns(described.schema.to_arrow_schema())
     return pq.read_table(_arrow_reader(content), **options)
-
-
-def columns_of(content: bytes) -> "pa.Schema":
-    """Return the names and types of the columns in the contents of a Parquet file.
-
-    Raises:
-        pyarrow.ArrowException: if they cannot be read.
-    """
-    import pyarrow.parquet as pq
-
-    return pq.read_schema(_arrow_reader(content))
 
 
 def _arrow_reader(content: bytes) -> "pa.BufferReader":

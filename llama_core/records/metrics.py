@@ -23,7 +23,6 @@ from llama_core.records.files import (
     append_lines,
     atomic_write,
     checked_record,
-    columns_of,
     damaged,
     named,
     open_file,
@@ -235,7 +234,7 @@ def _read_part(run: RunDirectory, path: Path) -> "pa.Table":
     except OSError as error:
         raise unreadable(path, error) from None
     try:
-        return table_of(content, schema=_metrics_schema(_names_in(content)))
+        return table_of(content, columns=lambda written: _metrics_schema(_names_in(written)))
     except (OSError, pa.ArrowException, *DAMAGE) as error:
         raise damaged(path, error) from None
 
@@ -282,11 +281,10 @@ def _of_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, "eval_losses": dict(row["eval_losses"] or ()), _MEASURED: measured}
 
 
-def _names_in(content: bytes) -> list[str]:
+def _names_in(columns: "pa.Schema") -> list[str]:
     """Return what the steps of a part have measured: its columns of numbers that are no field of every record."""
     import pyarrow as pa
 
-    columns = columns_of(content)
     return [column.name for column in columns if column.name not in _COLUMNS and column.type == pa.float64()]
 
 
