@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import write_jsonl
+from test_references import column, damage, swap, weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trained_tokenizers import byte_level
 
@@ -32,7 +33,6 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import forward_flops_per_token, forward_time
 from llama_core.planning.work import Work
 from llama_core.records.directory import RunDirectory
-from llama_core.records.metrics import read_metrics
 from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.trace import _fake_batch, alone_among
@@ -105,14 +105,6 @@ def student_of(folder, source, teacher, name="run", **training):
     return trainer_of(folder, source, name=name, **settings | training)
 
 
-def column(trainer, name):
-    return read_metrics(trainer.run).column(name).to_pylist()
-
-
-def weights(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.engine.model.state_dict().items()}
-
-
 def test_every_row_has_what_the_whole_probabilities_of_the_teacher_say(tmp_path, source, teacher):
     student = student_of(tmp_path, source, teacher)
     rows = student.reference.references.rows["train/"]
@@ -153,18 +145,6 @@ def test_a_stopped_run_goes_on_bit_for_bit_without_its_teacher(tmp_path, source,
     for name in ("loss", "teacher_kl", "cross_entropy", "eval_loss"):
         assert column(second, name) == column(undisturbed, name)
     torch.testing.assert_close(weights(second), weights(undisturbed), rtol=0, atol=0)
-
-
-def damage(run):
-    content = bytearray(run.reference_values.read_bytes())
-    content[0] ^= 1
-    run.reference_values.write_bytes(content)
-
-
-def swap(run):
-    record = json.loads(run.reference.read_text())
-    record["rows"]["train/"] = "0" * 16
-    run.reference.write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize("spoil", [damage, swap])
