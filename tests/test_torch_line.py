@@ -25,11 +25,10 @@ HEAVY = (
 )
 """The modules that compute, and those a rank imports to compute: with torch."""
 LIGHT = (
-    *(f"llama_core.models.{name}" for name in ("hf", "peft", "weight_files", "quantised", "pretrained")),
     "llama_core.training.rates",
     "llama_core.rehearsal.call_order",
 )
-"""Those of them that look at weights before a job exists, and two that compute on plain data."""
+"""Those of them that compute on plain data."""
 
 
 def light_modules():

@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.peers.turns import WEIGHTS, Step, serve
 from llama_core.config.models import adapter_weight, hugging_face_name
 from llama_core.config.run import RunConfig
+from llama_core.hugging_face.peft import peft_name
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
-from llama_core.models.peft import peft_name
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import build_engine, train_step
 

@@ -21,11 +21,11 @@ from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
 from llama_core.errors import RequestError, RunDirectoryError
+from llama_core.hugging_face.pretrained import origin_of
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launch.jobs.submission import attach
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport
-from llama_core.models.pretrained import origin_of
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.planning.kernels import attention_kernel

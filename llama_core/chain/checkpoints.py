@@ -9,7 +9,7 @@ from llama_core.chain.runs import load_config
 from llama_core.config.recorded import LENGTH, RECORDED, other_differences
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, ConfigError, RunDirectoryError
-from llama_core.models.pretrained import refuse_damaged
+from llama_core.hugging_face.pretrained import refuse_damaged
 from llama_core.records.checkpoints import (
     checkpoint_name,
     checkpoint_step,

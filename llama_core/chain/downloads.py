@@ -19,8 +19,8 @@ from llama_core.data.find import is_data_file
 from llama_core.data.splits import is_held_out
 from llama_core.errors import HubError
 from llama_core.hub import HubCommit, HubName, RepositoryKind, at_revision, download, folder_of, look_up
-from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS
-from llama_core.models.weight_files import INDEX, PICKLED, WHOLE, weight_map
+from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS
+from llama_core.hugging_face.weight_files import INDEX, PICKLED, WHOLE, weight_map
 from llama_core.records.directory import RunDirectory
 from llama_core.records.file_owners import own_folder
 from llama_core.records.files import DAMAGE, cache_directory, no_room, read_file, user_path, write_json

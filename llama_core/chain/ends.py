@@ -9,8 +9,8 @@ from llama_core.data.rendering import TemplateRefusalError
 from llama_core.data.statistics import refuse_other_digest
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
-from llama_core.models.generation_config import end_tokens, generation_config
-from llama_core.models.pretrained import is_checkpoint
+from llama_core.hugging_face.generation_config import end_tokens, generation_config
+from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.records.checkpoints import run_of
 from llama_core.records.files import read_json
 

@@ -20,8 +20,8 @@ from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
 from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
+from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.imports import importing_torch
-from llama_core.models.pretrained import is_checkpoint
 from llama_core.planning.evaluation import TOKENS_OF_A_FORWARD
 from llama_core.records.checkpoints import data_digest, run_of
 from llama_core.records.data_changes import read_data_changes

@@ -18,9 +18,9 @@ from llama_core.chain.questions import AskedQuestion, Question
 from llama_core.chain.tasks import ScoresOnTasks
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError
+from llama_core.hugging_face.pretrained import is_checkpoint, saved_run
 from llama_core.imports import importing_torch
 from llama_core.launch.jobs.launcher import started_ranks
-from llama_core.models.pretrained import is_checkpoint, saved_run
 from llama_core.planning.plan import ParallelPlan
 
 _QUESTIONS: dict[str, Callable[[Mapping[str, Any]], Question[Any]]] = {

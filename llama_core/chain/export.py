@@ -32,11 +32,11 @@ from llama_core.data.tokenizer import (
 from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
+from llama_core.hugging_face.bases import refuse_other_base_of, refuse_unfit_base
+from llama_core.hugging_face.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
+from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
+from llama_core.hugging_face.pretrained import Origin, check_pretrained, origin_of, refuse_own_head, saved_run
 from llama_core.imports import importing_torch
-from llama_core.models.bases import refuse_other_base_of, refuse_unfit_base
-from llama_core.models.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
-from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
-from llama_core.models.pretrained import Origin, check_pretrained, origin_of, refuse_own_head, saved_run
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import open_file, own_file, read_file, user_path
 

@@ -23,16 +23,16 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
-from llama_core.imports import importing_torch
-from llama_core.machine.detect import detect_machine
-from llama_core.models.bases import refuse_unfit_base
-from llama_core.models.pretrained import (
+from llama_core.hugging_face.bases import refuse_unfit_base
+from llama_core.hugging_face.pretrained import (
     has_own_head,
     is_checkpoint,
     origin_of,
     refuse_damaged,
     saved_run,
 )
+from llama_core.imports import importing_torch
+from llama_core.machine.detect import detect_machine
 from llama_core.planning.evaluation import weight_bytes
 from llama_core.planning.evaluation_plan import dividing
 from llama_core.planning.plan import ParallelPlan

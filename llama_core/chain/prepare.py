@@ -37,11 +37,9 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
-from llama_core.launch.jobs.submission import attach, only_one_submission
-from llama_core.machine.detect import detect_machine
-from llama_core.models.bases import record_base, refuse_other_base, refuse_other_base_of
-from llama_core.models.generation_config import generation_config, with_ends
-from llama_core.models.pretrained import (
+from llama_core.hugging_face.bases import record_base, refuse_other_base, refuse_other_base_of
+from llama_core.hugging_face.generation_config import generation_config, with_ends
+from llama_core.hugging_face.pretrained import (
     check_pretrained,
     origin_of,
     refuse_own_head,
@@ -49,6 +47,8 @@ from llama_core.models.pretrained import (
     resolve_pretrained,
     saved_run,
 )
+from llama_core.launch.jobs.submission import attach, only_one_submission
+from llama_core.machine.detect import detect_machine
 from llama_core.planning.before import spec_before_run, weights_before_run
 from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate

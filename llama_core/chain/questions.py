@@ -13,8 +13,8 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
+from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.imports import importing_torch
-from llama_core.models.pretrained import is_checkpoint
 from llama_core.planning.evaluation_plan import EvaluationPlan, shared_plan
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_step, list_checkpoints

@@ -7,7 +7,7 @@ from llama_core.chain.evaluate import Evaluation
 from llama_core.chain.tasks import Asked, TaskEvaluation
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.errors import RunDirectoryError
-from llama_core.models.pretrained import is_checkpoint
+from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.records.checkpoints import checkpoint_step, run_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import LOSS, Score, write_scores

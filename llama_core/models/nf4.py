@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from llama_core.config.nf4 import BLOCK, BLOCK_BYTES, GROUP, num_scales, packed_bytes
 from llama_core.errors import WeightsError
+from llama_core.hugging_face.quantised import QuantisedTensor
+from llama_core.hugging_face.weight_files import StoredTensor
 from llama_core.models.layers import Linear, local_part, multiply_own_part
-from llama_core.models.quantised import QuantisedTensor
-from llama_core.models.weight_files import StoredTensor
 from llama_core.planning.program.nf4 import UNPACKED_AT_ONCE
 
 LEVELS = (

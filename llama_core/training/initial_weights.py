@@ -4,8 +4,8 @@ from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import TrainingInfraError
+from llama_core.hugging_face.pretrained import checkpoints_behind, where_stored
 from llama_core.models.llama import Llama
-from llama_core.models.pretrained import checkpoints_behind, where_stored
 from llama_core.parallel.ranks import wait_for_all
 from llama_core.records.checkpoints import checkpoint_name
 from llama_core.records.directory import RunDirectory

@@ -9,8 +9,8 @@ import torch
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
+from llama_core.hugging_face.pretrained import checkpoints_behind
 from llama_core.models.objective import build_objective
-from llama_core.models.pretrained import checkpoints_behind
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.ranks import wait_for_all
 from llama_core.planning.before import spec_before_run, weights_before_run

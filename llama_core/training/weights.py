@@ -25,20 +25,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from llama_core.config.models import ModelSpec, adapter_weight, matrix_name, weight_of
 from llama_core.config.strategy import EMBEDDING, LoRA
 from llama_core.errors import CheckpointError, WeightsError
-from llama_core.models import nf4, pissa
-from llama_core.models.adapters import method_of
-from llama_core.models.hf import dense_name, hugging_face_names, hugging_face_shapes
-from llama_core.models.layers import local_part
-from llama_core.models.llama import (
-    Llama,
-    begin_with_principal_parts,
-    initialize_parameter,
-    pack_matrices,
-    takes_principal_part,
-    with_adapters,
-)
-from llama_core.models.peft import ADAPTERS, adapter_weights, peft_name
-from llama_core.models.pretrained import (
+from llama_core.hugging_face.peft import ADAPTERS, adapter_weights, peft_name
+from llama_core.hugging_face.pretrained import (
     Origin,
     check_pretrained,
     hugging_face_weights,
@@ -48,8 +36,20 @@ from llama_core.models.pretrained import (
     resolve_intact,
     stored_model,
 )
-from llama_core.models.quantised import QuantisedTensor
-from llama_core.models.weight_files import INDEX, WHOLE, StoredTensor, new_header
+from llama_core.hugging_face.quantised import QuantisedTensor
+from llama_core.hugging_face.weight_files import INDEX, WHOLE, StoredTensor, new_header
+from llama_core.hugging_face.weight_names import dense_name, hugging_face_names, hugging_face_shapes
+from llama_core.models import nf4, pissa
+from llama_core.models.adapters import method_of
+from llama_core.models.layers import local_part
+from llama_core.models.llama import (
+    Llama,
+    begin_with_principal_parts,
+    initialize_parameter,
+    pack_matrices,
+    takes_principal_part,
+    with_adapters,
+)
 from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
 from llama_core.records.checkpoints import LAYOUT

@@ -13,10 +13,10 @@ from llama_core.config.models import adapter_weight, is_decayed, matrix_name
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.strategy import EMBEDDING, HEAD, MATRICES, LoRA, adaptable
 from llama_core.errors import ConfigError
+from llama_core.hugging_face.peft import ADAPTER_CONFIG, adapter_json, adapter_weights, peft_name
+from llama_core.hugging_face.peft import ADAPTERS as FILE
 from llama_core.models.adapters import method_of
 from llama_core.models.llama import Llama, build_llama, initialize_weights, with_adapters
-from llama_core.models.peft import ADAPTER_CONFIG, adapter_json, adapter_weights, peft_name
-from llama_core.models.peft import ADAPTERS as FILE
 from llama_core.weights import INPUTS, OUTPUTS
 
 KINDS = [*ADAPTERS.values(), FACTORS]

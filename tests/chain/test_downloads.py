@@ -21,10 +21,10 @@ from llama_core.config.hugging_face import read_folder
 from llama_core.config.run import RunConfig
 from llama_core.errors import HubError
 from llama_core.hub import HubName, folder_of, look_up
+from llama_core.hugging_face.peft import adapter_json
+from llama_core.hugging_face.pretrained import origin_of
+from llama_core.hugging_face.weight_names import hugging_face_shapes
 from llama_core.launch.ports import free_port
-from llama_core.models.hf import hugging_face_shapes
-from llama_core.models.peft import adapter_json
-from llama_core.models.pretrained import origin_of
 from llama_core.records.files import read_json
 from training_infra import cli
 

@@ -40,9 +40,9 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
+from llama_core.hugging_face.peft import ADAPTERS
 from llama_core.launch.rank.checks import check_settings
 from llama_core.machine.detect import Machine
-from llama_core.models.peft import ADAPTERS
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import write_manifest
 from llama_core.records.directory import RunDirectory

@@ -12,10 +12,10 @@ from llama_core.config.hugging_face import config_json, read_folder
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.hf import hugging_face_shapes
-from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, peft_name
-from llama_core.models.pretrained import check_pretrained, resolve_pretrained
-from llama_core.models.weight_files import INDEX, WHOLE, new_header, read_tensors
+from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, peft_name
+from llama_core.hugging_face.pretrained import check_pretrained, resolve_pretrained
+from llama_core.hugging_face.weight_files import INDEX, WHOLE, new_header, read_tensors
+from llama_core.hugging_face.weight_names import hugging_face_shapes
 
 SIZES = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
 RUN = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES | {"vocab_size": 64}})

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from hugging_face_models import BY_LAYER, model_with_large_weights
 from test_generation import NUM_TOKENS, PROMPT, generated, greedy_without_cache
-from test_hf import BY_LAYER, model_with_large_weights
 from test_scoring import continuations, expected
 
 from llama_core.models.batched_generation import generate_rows

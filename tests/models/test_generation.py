@@ -5,9 +5,17 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from hugging_face_models import (
+    BY_LAYER,
+    class_of,
+    hugging_face_config,
+    load,
+    model_with_large_weights,
+    random_tokens,
+    shrunk,
+)
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hf import BY_LAYER, class_of, hugging_face_config, load, model_with_large_weights, random_tokens, shrunk
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from llama_core.config.rope import LinearScaling

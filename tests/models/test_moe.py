@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from hugging_face_models import hugging_face_config
 from parity import UNTIED
-from test_hf import hugging_face_config
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM

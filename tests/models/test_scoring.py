@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from hugging_face_models import model_with_large_weights, random_tokens, shrunk
 from test_generation import every_spec
-from test_hf import model_with_large_weights, random_tokens, shrunk
 
 from llama_core.errors import WeightsError
 from llama_core.models import scoring

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hugging_face_models import BY_LAYER, model_with_large_weights
 from test_generation import NUM_TOKENS, PROMPT, generated, greedy_without_cache
-from test_hf import BY_LAYER, model_with_large_weights
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig

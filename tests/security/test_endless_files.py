@@ -16,7 +16,7 @@ from synthetic_run import ATTEMPT, FAILED, write_run
 from tiers import nightly
 
 from llama_core.errors import WeightsError
-from llama_core.models.weight_files import read_header
+from llama_core.hugging_face.weight_files import read_header
 from llama_core.records.checkpoints import STATE, write_manifest
 from llama_core.records.files import write_json
 from training_infra import cli

@@ -14,8 +14,8 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import UNNAMED
 from llama_core.data.statistics import refuse_other_digest
 from llama_core.errors import DataError, TrainingInfraError, WeightsError
-from llama_core.models.bases import BaseRecord, base_digest, refuse_other_base
-from llama_core.models.pretrained import Origin
+from llama_core.hugging_face.bases import BaseRecord, base_digest, refuse_other_base
+from llama_core.hugging_face.pretrained import Origin
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_name, find_problem, list_checkpoints
 from llama_core.records.directory import RunDirectory

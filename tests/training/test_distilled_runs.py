@@ -23,9 +23,9 @@ from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.errors import ConfigError, DataError, StoppedError, WeightsError
+from llama_core.hugging_face.pretrained import resolve_pretrained
 from llama_core.machine.detect import detect_machine
 from llama_core.models.batch import with_places
-from llama_core.models.pretrained import resolve_pretrained
 from llama_core.objectives.distill import LOGS, REST, TOKENS
 from llama_core.planning.before import bytes_before_run
 from llama_core.planning.memory.host import host_memory

@@ -10,7 +10,7 @@ from llama_core.chain.generate import find_model
 from llama_core.data.chat import chat_format
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
-from llama_core.models.generation_config import end_tokens, generation_config
+from llama_core.hugging_face.generation_config import end_tokens, generation_config
 from llama_core.training.harness import HarnessModel
 from llama_core.training.harness_limits import quiet
 from llama_core.training.harness_tasks import NamedTasks

@@ -17,7 +17,7 @@ from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.pretrained import check_pretrained, resolve_pretrained
+from llama_core.hugging_face.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.training.weights import Pretrained

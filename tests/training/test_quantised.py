@@ -17,9 +17,9 @@ from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import LoRA
 from llama_core.errors import WeightsError
+from llama_core.hugging_face.pretrained import check_pretrained, where_stored
 from llama_core.models import nf4
 from llama_core.models.llama import packed_modules
-from llama_core.models.pretrained import check_pretrained, where_stored
 from llama_core.training.weights import whole_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -30,8 +30,8 @@ from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import CheckpointError, RunDirectoryError, TrainingInfraError, WeightsError
+from llama_core.hugging_face.pretrained import resolve_pretrained
 from llama_core.models.llama import Llama, build_llama, with_adapters
-from llama_core.models.pretrained import resolve_pretrained
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT, checkpoint_name, write_manifest

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.errors import WeightsError, why_unreadable
-from llama_core.models.peft import base_of, is_adapter_folder
-from llama_core.models.pretrained import is_checkpoint
+from llama_core.hugging_face.peft import base_of, is_adapter_folder
+from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.records.checkpoints import place_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import DAMAGE, own_file, read_file, read_json

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llama_core.config.nf4 import BLOCK, num_groups
 from llama_core.errors import WeightsError, as_clause
-from llama_core.models.weight_files import ELEMENT_BYTES, StoredTensor
+from llama_core.hugging_face.weight_files import ELEMENT_BYTES, StoredTensor
 from llama_core.records.files import open_file
 
 _NF4 = "NF4"

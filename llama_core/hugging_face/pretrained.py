@@ -11,10 +11,23 @@ from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.hub import folder_of
-from llama_core.models.hf import HEAD, check_weights, dense_name, hugging_face_names, hugging_face_shapes
-from llama_core.models.peft import ADAPTERS, adapter_weights, base_of, check_same_adapters, is_adapter_folder, peft_name
-from llama_core.models.quantised import QuantisedTensor, join_quantised
-from llama_core.models.weight_files import FLOAT_BYTES, StoredTensor, holds_same_numbers, per_expert, read_tensors
+from llama_core.hugging_face.peft import (
+    ADAPTERS,
+    adapter_weights,
+    base_of,
+    check_same_adapters,
+    is_adapter_folder,
+    peft_name,
+)
+from llama_core.hugging_face.quantised import QuantisedTensor, join_quantised
+from llama_core.hugging_face.weight_files import FLOAT_BYTES, StoredTensor, holds_same_numbers, per_expert, read_tensors
+from llama_core.hugging_face.weight_names import (
+    HEAD,
+    check_weights,
+    dense_name,
+    hugging_face_names,
+    hugging_face_shapes,
+)
 from llama_core.records.checkpoints import (
     LAYOUT,
     STATE,

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from hugging_face_models import model_with_large_weights, renamed
 from safetensors.torch import load_file, save_file
-from test_hf import model_with_large_weights, renamed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_core.config.hugging_face import config_json
@@ -15,7 +15,7 @@ from llama_core.config.models import hugging_face_name
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError
-from llama_core.models.pretrained import (
+from llama_core.hugging_face.pretrained import (
     check_pretrained,
     has_own_head,
     hugging_face_weights,
@@ -24,7 +24,7 @@ from llama_core.models.pretrained import (
     resolve_pretrained,
     where_stored,
 )
-from llama_core.models.weight_files import read_tensors
+from llama_core.hugging_face.weight_files import read_tensors
 from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from hugging_face_models import model_with_large_weights, renamed
 from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_hf import model_with_large_weights, renamed
 from test_pretrained import CONFIG, SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,8 +17,8 @@ from llama_core.config.hugging_face import config_json
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA
 from llama_core.errors import WeightsError
-from llama_core.models.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_weights, peft_name
-from llama_core.models.pretrained import check_pretrained, origin_of
+from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_weights, peft_name
+from llama_core.hugging_face.pretrained import check_pretrained, origin_of
 from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json

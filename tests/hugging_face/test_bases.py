@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from safetensors.torch import save, save_file
 
-from llama_core.models.bases import base_digest
-from llama_core.models.weight_files import INDEX, WHOLE, read_tensors
+from llama_core.hugging_face.bases import base_digest
+from llama_core.hugging_face.weight_files import INDEX, WHOLE, read_tensors
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SMALL = (48, 64)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from llama_core.errors import WeightsError
-from llama_core.models.generation_config import end_tokens, generation_config, with_ends
+from llama_core.hugging_face.generation_config import end_tokens, generation_config, with_ends
 
 
 @pytest.mark.parametrize(("written", "ends"), [(None, ()), (2, (2,)), ([1, 4], (1, 4)), ([], ())])

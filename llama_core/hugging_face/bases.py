@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
-from llama_core.models.pretrained import Origin, checkpoints_behind, is_checkpoint, origin_of, refuse_damaged
-from llama_core.models.weight_files import ELEMENT_BYTES, StoredTensor, read_tensors
+from llama_core.hugging_face.pretrained import Origin, checkpoints_behind, is_checkpoint, origin_of, refuse_damaged
+from llama_core.hugging_face.weight_files import ELEMENT_BYTES, StoredTensor, read_tensors
 from llama_core.records.checkpoints import MANIFEST, STATE, newest_step, run_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import open_file, read_file, read_typed, write_json

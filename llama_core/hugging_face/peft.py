@@ -16,8 +16,8 @@ from llama_core.config.models import ModelSpec, adapter_weight, hugging_face_nam
 from llama_core.config.strategy import TARGETS, LoRA, adaptable
 from llama_core.errors import WeightsError, as_clause
 from llama_core.hub import at_revision, folder_of, repository_in_cache
-from llama_core.models.hf import check_shapes
-from llama_core.models.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
+from llama_core.hugging_face.weight_files import FLOAT_BYTES, INDEX, WHOLE, StoredTensor, read_header
+from llama_core.hugging_face.weight_names import check_shapes
 from llama_core.records.files import DAMAGE, read_file
 
 ADAPTER_CONFIG = "adapter_config.json"

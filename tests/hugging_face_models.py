@@ -1,0 +1,107 @@
+"""Models of transformers, small and with large weights, to compare ours with."""
+
+from dataclasses import asdict, replace
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from llama_core.config.models import hugging_face_name, model_spec
+from llama_core.models.llama import Llama
+
+
+def shrunk(name):
+    """Return the variant with small sizes and the traits of its family."""
+    spec = model_spec(name)
+    scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens show it
+    window = 9 if spec.sliding_window else 0
+    num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
+    return replace(
+        spec,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=num_kv_heads,
+        head_dim=16,
+        ffn_size=96,
+        vocab_size=128,
+        rope_scaling=scaling,
+        sliding_window=window,
+    )
+
+
+def class_of(spec):
+    """Return transformers' configuration and model with the traits of a spec."""
+    if spec.qk_norm:
+        return Qwen3Config, Qwen3ForCausalLM
+    if spec.qkv_bias:
+        return Qwen2Config, Qwen2ForCausalLM
+    return (MistralConfig, MistralForCausalLM) if spec.sliding_window else (LlamaConfig, LlamaForCausalLM)
+
+
+def hugging_face_config(spec, kind=None, **settings):
+    kind = kind or class_of(spec)[0]
+    if spec.sliding_window:
+        settings["sliding_window"] = spec.sliding_window
+    if kind in {Qwen2Config, Qwen3Config}:
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        settings["use_sliding_window"] = spec.sliding_window > 0
+        settings["layer_types"] = [kinds[spec.window(layer) > 0] for layer in range(spec.num_layers)]
+    rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    if spec.rope_scaling is not None:
+        rope |= {key: value for key, value in asdict(spec.rope_scaling).items() if value is not None}
+        rope["rope_type"] = rope.pop("kind")
+        if "original_context" in rope:
+            rope["original_max_position_embeddings"] = rope.pop("original_context")
+    return kind(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.ffn_size,
+        num_hidden_layers=spec.num_layers,
+        num_attention_heads=spec.num_heads,
+        num_key_value_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.norm_eps,
+        max_position_embeddings=spec.max_context,
+        rope_parameters=rope,
+        tie_word_embeddings=spec.tied_embeddings,
+        **settings,
+    )
+
+
+def hugging_face_model(spec, attention="sdpa"):
+    return class_of(spec)[1](hugging_face_config(spec, attn_implementation=attention)).eval()
+
+
+def model_with_large_weights(spec):
+    """Return a model with weights so large that attention is sharp and every norm weight matters."""
+    model = Llama(spec)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(mean=float(parameter.ndim == 1), std=0.25, generator=generator)
+    return model
+
+
+def renamed(model):
+    return {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def load(theirs, ours):
+    """Load our weights into a transformers model."""
+    theirs.load_state_dict(renamed(ours), strict=not ours.spec.tied_embeddings)
+
+
+def random_tokens(*shape):
+    return torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(1))
+
+
+BY_LAYER = replace(shrunk("qwen2_5_7b"), num_layers=4, sliding_window=9, windowed_layers=(0, 3))
