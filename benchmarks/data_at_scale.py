@@ -26,12 +26,12 @@ from benchmarks.pages import publish
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat import ConversationCounts
-from llama_core.data.formats import FormatCounts
-from llama_core.data.shard import OFFSETS, TEXT_HASHES, TOKENS, Shard, ShardFacts
-from llama_core.data.token_cache import TokenCache, manifest_of, write_manifest
+from llama_core.data.chat.chat_format import ConversationCounts
+from llama_core.data.files.formats import FormatCounts
+from llama_core.data.shards.shard import OFFSETS, TEXT_HASHES, TOKENS, Shard, ShardFacts
+from llama_core.data.shards.token_cache import TokenCache, manifest_of, write_manifest
 from llama_core.data.tokenising import found_source
-from llama_core.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from llama_core.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from llama_core.machine.detect import cpu_model
 from llama_core.units import MIB
 
@@ -165,10 +165,10 @@ def _text_files(folder: Path, num_files: int) -> list[Path]:
 
 def with_shards(files: Sequence[Path], tokenizer: Path, folder: Path) -> None:
     """Tokenise files as ``training-infra tokenize --workers 1`` does."""
-    from llama_core.data import grouping
-    from llama_core.data.find import find_files
-    from llama_core.data.formats import FieldNames
-    from llama_core.data.shard_workers import ShardOrder, Start, build_orders
+    from llama_core.data.files.find import find_files
+    from llama_core.data.files.formats import FieldNames
+    from llama_core.data.shards import grouping
+    from llama_core.data.shards.workers import ShardOrder, Start, build_orders
 
     data = DataConfig(source=tuple(map(str, files)), tokenizer=str(tokenizer))
     found = find_files(*map(str, files)).files
@@ -225,7 +225,7 @@ def speeds(folder: Path, repeats: int) -> Row:
 def _seconds_to_start() -> dict[str, float]:
     """Return the CPU seconds of each way without any text: of its imports."""
     own = [sys.executable, "-c", "import benchmarks.data_at_scale"]
-    worker = [sys.executable, "-c", "import llama_core.data.shard_worker"]
+    worker = [sys.executable, "-c", "import llama_core.data.shards.worker"]
     seconds = {}
     for way, commands in {"ours": (own, worker), "tokenizers alone": (own,), "line by line": (own,)}.items():
         before = _cpu_seconds_of_children()

@@ -7,9 +7,9 @@ from llama_core.chain.ends import end_of_turn, learnt_template, trains_on_conver
 from llama_core.chain.generate import TextModel, check_text
 from llama_core.config.run import RunConfig
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.chat_template import ChatTemplate
-from llama_core.data.rendering import Message, TemplateRefusalError
-from llama_core.data.tokenizer import Tokenizer
+from llama_core.data.chat.chat_template import ChatTemplate
+from llama_core.data.chat.rendering import Message, TemplateRefusalError
+from llama_core.data.tokenizers.tokenizer import Tokenizer
 from llama_core.errors import DataError
 
 

@@ -14,11 +14,11 @@ from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnP
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, UNNAMED, DataConfig, DataSource, paths_of
 from llama_core.data.datasets import batches_of_rows, load_datasets, refuse_other_data, rows_spread_evenly
+from llama_core.data.files.remote import is_remote
 from llama_core.data.packing import PackedDataset, pack
-from llama_core.data.remote import is_remote
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
-from llama_core.data.tokenizer import model_tokenizer
+from llama_core.data.tokenizers.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.imports import importing_torch

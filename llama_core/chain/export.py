@@ -19,9 +19,10 @@ from llama_core.config.hugging_face import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
-from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.statistics import refuse_other_digest
-from llama_core.data.tokenizer import (
+from llama_core.data.tokenizers.byte_level import write_byte_tokenizer
+from llama_core.data.tokenizers.files import SENTENCEPIECE, TOKENIZER_CONFIG
+from llama_core.data.tokenizers.tokenizer import (
     BYTES,
     HuggingFaceTokenizer,
     Tokenizer,
@@ -29,7 +30,6 @@ from llama_core.data.tokenizer import (
     load_tokenizer,
     tokenizer_file,
 )
-from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.hugging_face.bases import refuse_other_base_of, refuse_unfit_base

@@ -28,7 +28,7 @@ from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.statistics import DataStatistics, write_statistics
-from llama_core.data.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
+from llama_core.data.tokenizers.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
 from llama_core.errors import (
     ConfigError,
     DataError,

@@ -11,7 +11,7 @@ from llama_core.chain.evaluation_ranks import answers_of_ranks
 from llama_core.chain.generate import choose_device, find_model, own_tokenizer
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
-from llama_core.data.tokenizer import Tokenizer
+from llama_core.data.tokenizers.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.imports import importing_torch

@@ -15,10 +15,10 @@ from llama_core.chain.generate import check_text, own_tokenizer
 from llama_core.chain.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
-from llama_core.data.chat_template import ChatTemplate
-from llama_core.data.rendering import TemplateRefusalError
+from llama_core.data.chat.chat_template import ChatTemplate
+from llama_core.data.chat.rendering import TemplateRefusalError
 from llama_core.data.task_folder import check_task_folder
-from llama_core.data.tokenizer import Tokenizer
+from llama_core.data.tokenizers.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, DataError, EnvironmentMismatchError
 from llama_core.imports import importing_torch
 from llama_core.records.evaluations import TaskScore

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.selection import Selection
-from llama_core.data.shard import Shard
+from llama_core.data.shards.shard import Shard
 
 CHUNK_TOKENS = 2**20
 

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from llama_core.data.shard import Shard
-from llama_core.data.shard_store import short_digest
-from llama_core.data.token_cache import TokenCache
+from llama_core.data.shards.shard import Shard
+from llama_core.data.shards.store import short_digest
+from llama_core.data.shards.token_cache import TokenCache
 from llama_core.errors import RunDirectoryError
 from llama_core.records.files import read_typed, write_json
 

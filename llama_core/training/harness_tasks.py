@@ -15,7 +15,7 @@ import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from llama_core.data.rendering import InvalidTemplateError, TemplateRefusalError
+from llama_core.data.chat.rendering import InvalidTemplateError, TemplateRefusalError
 from llama_core.data.task_folder import Values, plain_tasks
 from llama_core.errors import ConfigError, DataError, HubError, TrainingInfraError, did_you_mean, safe
 from llama_core.records.evaluations import TaskScore

@@ -2,7 +2,7 @@ import pytest
 
 from benchmarks import data_at_scale
 from benchmarks.data_at_scale import as_markdown, computed, make_source, shuffle_in_memory, start_of_a_rank
-from llama_core.data import token_cache
+from llama_core.data.shards import token_cache
 
 
 def test_a_rank_starts_on_the_shards_that_are_made_and_builds_none(tmp_path, monkeypatch):

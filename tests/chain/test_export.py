@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from llama_core.chain.export import export_run
-from llama_core.data.tokenizer import load_tokenizer
+from llama_core.data.tokenizers.tokenizer import load_tokenizer
 from llama_core.records.files import write_json
 
 DEFAULT = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"

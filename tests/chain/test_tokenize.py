@@ -15,8 +15,8 @@ import training_infra
 from llama_core.chain import tokenize as module
 from llama_core.chain.tokenize import refuse_long_wait, tokenize
 from llama_core.config.run import RunConfig
-from llama_core.data import grouping
 from llama_core.data.datasets import load_datasets
+from llama_core.data.shards import grouping
 from llama_core.errors import ConfigError, DataError
 from llama_core.launch.jobs import shard_jobs
 from llama_core.units import MIB
@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_the_other_shards_are_kept(co
 )
 def test_a_killed_worker_is_one_line_and_the_next_call_finishes(config, corpus, monkeypatch, number, remedy):
     code = KILLED_IN_ITS_THIRD_ORDER.replace("NUMBER", str(int(number)))
-    monkeypatch.setattr("llama_core.data.shard_workers._COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr("llama_core.data.shards.workers._COMMAND", (sys.executable, "-c", code))
     where = rf"while it read {corpus}/\d\.jsonl; {remedy}"
     with pytest.raises(DataError, match=rf"a process that builds shards has ended \(signal {int(number)}\) {where}"):
         tokenize(config, 1)
@@ -114,7 +114,7 @@ def test_a_killed_worker_is_one_line_and_the_next_call_finishes(config, corpus, 
 
 KILLED_IN_ITS_THIRD_ORDER = """
 import os, sys
-from llama_core.data import shard_worker
+from llama_core.data.shards import worker as shard_worker
 build, built = shard_worker.build_shard, []
 def build_or_die(*arguments, **options):
     if len(built) == 2:
@@ -131,7 +131,7 @@ def test_a_command_that_is_stopped_goes_on_with_the_missing_shards(config, corpu
         path.write_text(path.read_text() * 400)
     file = tmp_path / "run.yaml"
     file.write_text(config.to_yaml())
-    code = "from llama_core.data import grouping; grouping.ALONE_BYTES = 1;"
+    code = "from llama_core.data.shards import grouping; grouping.ALONE_BYTES = 1;"
     code += f"from training_infra import cli; cli.main(['tokenize', '--config', {str(file)!r}, '--workers', '1'])"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     eventually(lambda: process.poll() is not None or len(list((tmp_path / "cache").glob("shard-*"))) > 1, every=0.02)

@@ -3,8 +3,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.data.grouping import ALONE_BYTES, grouped
-from llama_core.data.source_file import SourceFile
+from llama_core.data.files.source_file import SourceFile
+from llama_core.data.shards.grouping import ALONE_BYTES, grouped
 from llama_core.units import MIB
 
 SMALL = ALONE_BYTES - 1

@@ -11,8 +11,8 @@ from pyarrow import ipc
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
 from llama_core.data.check import check_data
-from llama_core.data.source_file import SourceFile
-from llama_core.data.stored_ids import StoredIds
+from llama_core.data.files.source_file import SourceFile
+from llama_core.data.files.stored_ids import StoredIds
 from llama_core.errors import DataError
 
 TEXTS = ["eight by", "tes each", "of 4 and", "no more.."]

@@ -60,7 +60,7 @@ PHASES = {
     "start of the rank": Phase(),
     "start-up, before the ranks meet": Phase("llama_core.launch.rank.checks", "check_own_device"),
     "start-up, after they have met": Phase("llama_core.launch.rank.checks", "check_ranks_agree"),
-    "tokenising": Phase("llama_core.data.shard_store", "write_shard", ranks=(0,)),
+    "tokenising": Phase("llama_core.data.shards.store", "write_shard", ranks=(0,)),
     "reading the data": Phase("llama_core.data.datasets", "load_datasets"),
     "forward": Phase("llama_core.models.llama", "Llama.forward", step=5),
     "backward": Phase("llama_core.parallel.pipeline", "_Execution._backward", step=5),

@@ -18,7 +18,7 @@ from llama_core.chain.tokenize import tokenize
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import request_sections
-from llama_core.data import grouping
+from llama_core.data.shards import grouping
 from llama_core.errors import ConfigError, EnvironmentMismatchError
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.launcher import launcher_of

@@ -13,7 +13,7 @@ from tiers import nightly
 
 from llama_core.chain.preview import preview_script
 from llama_core.config.run import RunConfig
-from llama_core.data import remote
+from llama_core.data.files import remote
 from llama_core.errors import ConfigError, DataError, TrainingFailedError
 from llama_core.launch.outcome import record_outcome
 from llama_core.log_lines import LineFormatter

@@ -22,8 +22,9 @@ from lm_eval.api.registry import filter_registry, metric_registry
 from lm_eval.config.task import FewshotConfig, TaskConfig
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from llama_core.data import rendering, task_folder
-from llama_core.data.rendering import TemplateRefusalError
+from llama_core.data import task_folder
+from llama_core.data.chat import rendering
+from llama_core.data.chat.rendering import TemplateRefusalError
 from llama_core.errors import ConfigError, DataError
 from llama_core.training import harness_limits, harness_tasks
 from llama_core.training.harness_limits import quiet

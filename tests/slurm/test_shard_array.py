@@ -6,8 +6,8 @@ import pytest
 
 from llama_core.chain.tokenize import tokenize
 from llama_core.config.run import RunConfig
-from llama_core.data import grouping
 from llama_core.data.datasets import load_datasets
+from llama_core.data.shards import grouping
 from llama_core.errors import DataError
 
 

@@ -7,8 +7,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from llama_core.chain.generate import find_model
-from llama_core.data.chat import chat_format
-from llama_core.data.tokenizer import load_tokenizer
+from llama_core.data.chat.chat_format import chat_format
+from llama_core.data.tokenizers.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 from llama_core.hugging_face.generation_config import end_tokens, generation_config
 from llama_core.training.harness import HarnessModel

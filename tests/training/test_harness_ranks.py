@@ -5,7 +5,7 @@ from distributed import run_ranks
 from harness_folders import SENTENCES, TASKS, make_folder, make_tasks
 
 from llama_core.chain.generate import find_model
-from llama_core.data.tokenizer import load_tokenizer
+from llama_core.data.tokenizers.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 from llama_core.parallel.evaluating import EvaluatingRanks
 from llama_core.planning.plan import ParallelPlan

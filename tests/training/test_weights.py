@@ -28,7 +28,7 @@ from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
-from llama_core.data.tokenizer import load_tokenizer
+from llama_core.data.tokenizers.tokenizer import load_tokenizer
 from llama_core.errors import CheckpointError, RunDirectoryError, TrainingInfraError, WeightsError
 from llama_core.hugging_face.pretrained import resolve_pretrained
 from llama_core.models.llama import Llama, build_llama, with_adapters

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from llama_core.data.bad_lines import MAX_EXAMPLES, UnusableRecordError, checked_text
-from llama_core.data.formats import (
+from llama_core.data.files.formats import (
     INPUT_IDS,
     TEXT_FIELD,
     TOOLS_FIELD,
@@ -19,6 +19,7 @@ from llama_core.data.formats import (
 from llama_core.data.packing import PackedDataset, packed_documents
 from llama_core.data.records.labelled_answers import WITH_LABELS
 from llama_core.data.records.pairs import PREFERENCES
+from llama_core.data.records.token_masks import LABELS, MASKS, counted_tokens
 from llama_core.data.records.turns import (
     after_system,
     history_of,
@@ -29,7 +30,6 @@ from llama_core.data.records.turns import (
     turns_in,
 )
 from llama_core.data.selection import Selection
-from llama_core.data.token_masks import LABELS, MASKS, counted_tokens
 
 
 def _read_messages(record: Record) -> Conversation:

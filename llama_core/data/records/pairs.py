@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.bad_lines import MAX_EXAMPLES, MalformedRecordError, UnusableRecordError, checked_text
-from llama_core.data.chat import ChatFormat, no_answer
-from llama_core.data.corpus import Document
-from llama_core.data.formats import TOOLS_FIELD, Content, FieldNames, Record, RecordFormat
-from llama_core.data.message_keys import SYSTEM_ROLES
+from llama_core.data.chat.chat_format import ChatFormat, no_answer
+from llama_core.data.chat.message_keys import SYSTEM_ROLES
+from llama_core.data.files.corpus import Document
+from llama_core.data.files.formats import TOOLS_FIELD, Content, FieldNames, Record, RecordFormat
 from llama_core.data.packing import (
     PackedConversations,
     PackedDataset,

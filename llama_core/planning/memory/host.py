@@ -9,7 +9,7 @@ Each part of a rank follows from the code that holds it:
   the microbatches; torch rounds pinned blocks up to a power of two.
 * offloaded states: what ``parallel.deepspeed`` asks DeepSpeed to keep in host memory.
 * freed memory, on the CPU: the C library keeps it in the process.
-* tokenising: ``data.shard_writing`` holds one batch of text and its tokens, and some 50 bytes for each document of a
+* tokenising: ``data.shards.writing`` holds one batch of text and its tokens, and some 50 bytes for each document of a
   shard, in one process of a node, before the model is built.
 
 The page cache of tokens, weights and checkpoints does not count, because the kernel can reclaim it. Neither does what

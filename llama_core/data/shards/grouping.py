@@ -7,7 +7,7 @@ follows from its own name and size, so another file changes the one group that i
 import hashlib
 from collections.abc import Sequence
 
-from llama_core.data.source_file import SourceFile
+from llama_core.data.files.source_file import SourceFile
 from llama_core.units import MIB
 
 ALONE_BYTES = 16 * MIB

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from llama_core.data.source_file import SourceFile
+from llama_core.data.files.source_file import SourceFile
 from llama_core.errors import DataError
 
 

@@ -20,7 +20,6 @@ from llama_core.data.bad_lines import (
     UnusableRecordError,
     json_type,
 )
-from llama_core.data.tool_calls import without_nulls
 from llama_core.errors import ConfigError, not_one_of
 from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS
 
@@ -363,6 +362,36 @@ def _num_nulls(content: Content) -> int:
     if not (content.tools or any(calls)):
         return 0
     return without_nulls({TOOLS_FIELD: content.tools, "calls": calls}, TOOLS_FIELD)[1]
+
+
+def without_nulls(values: dict[str, Any], tools: str) -> tuple[dict[str, Any], int]:
+    """Return a row of a table without null in its objects, and how many of them were in tools or arguments of calls.
+
+    Args:
+        values: the row.
+        tools: the field of its tools.
+
+    Raises:
+        UnusableRecordError: if it is nested too deeply.
+    """
+    num_nulls = 0
+
+    def cleaned(value: Any, *, is_told: bool) -> Any:
+        nonlocal num_nulls
+        if isinstance(value, list):
+            return [cleaned(item, is_told=is_told) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {key: item for key, item in value.items() if item is not None}
+        if is_told:  # elsewhere null is no value anyway
+            num_nulls += len(value) - len(kept)
+        return {key: cleaned(item, is_told=is_told or key == "arguments") for key, item in kept.items()}
+
+    try:
+        kept = {name: cleaned(value, is_told=name == tools) for name, value in values.items()}
+    except RecursionError:
+        raise UnusableRecordError("not supported", "its values are nested too deeply") from None
+    return kept, num_nulls
 
 
 def formats_of(reads: str) -> tuple[RecordFormat, ...]:

@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from llama_core.data.bad_lines import UnusableRecordError
-from llama_core.data.formats import FieldNames
-from llama_core.data.json_values import json_records
-from llama_core.data.parquet import arrow_records, parquet_records
-from llama_core.data.raw_record import RawRecord
-from llama_core.data.source_file import (
+from llama_core.data.files.formats import FieldNames
+from llama_core.data.files.json_values import json_records
+from llama_core.data.files.parquet import arrow_records, parquet_records
+from llama_core.data.files.raw_record import RawRecord
+from llama_core.data.files.source_file import (
     COMPRESSIONS,
     MAX_BYTES_OF_RECORD,
     Digest,
@@ -20,14 +20,14 @@ from llama_core.data.source_file import (
     opened,
     too_large,
 )
-from llama_core.data.token_files import (
+from llama_core.data.files.token_files import (
     datatrove_index,
     datatrove_metadata,
     datatrove_records,
     megatron_index,
     megatron_records,
 )
-from llama_core.data.undivided import TokenLayout
+from llama_core.data.files.undivided import TokenLayout
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_core.data.sentencepiece import SPACE, NotSentencePieceError, SentencePieceModel, cuts_of, listed_merges
-from llama_core.data.tokenizer_limits import is_of_tokenizers, refuse_costly, refuse_costly_file
+from llama_core.data.tokenizers.limits import is_of_tokenizers, refuse_costly, refuse_costly_file
+from llama_core.data.tokenizers.sentencepiece import (
+    SPACE,
+    NotSentencePieceError,
+    SentencePieceModel,
+    cuts_of,
+    listed_merges,
+)
 from llama_core.errors import DataError, why_unreadable
 from llama_core.records.files import read_file
 from llama_core.units import MIB

@@ -1,4 +1,4 @@
-"""A process that builds shards for another one: ``python -m llama_core.data.shard_worker``.
+"""A process that builds shards for another one: ``python -m llama_core.data.shards.worker``.
 
 Its parent writes a pickled ``Start`` and then one ``ShardOrder`` after another to its standard input. What it answers
 on its standard output is JSON, a line each: the bytes of an order that it has read so far (``num_bytes``), and at the
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import IO
 
-from llama_core.data.shard_store import build_shard
-from llama_core.data.shard_workers import ShardOrder, Start
-from llama_core.data.tokenizer import Tokenizer, model_tokenizer
+from llama_core.data.shards.store import build_shard
+from llama_core.data.shards.workers import ShardOrder, Start
+from llama_core.data.tokenizers.tokenizer import Tokenizer, model_tokenizer
 from llama_core.errors import DataError, TrainingInfraError
 from llama_core.log_lines import warnings_on_stderr
 from llama_core.records.files import is_disk_full, no_room

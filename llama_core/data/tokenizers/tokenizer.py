@@ -14,8 +14,8 @@ import numpy.typing as npt
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import SAMPLE, DataConfig
 from llama_core.data.sample import sample_tokenizer
-from llama_core.data.tokenizer_files import SENTENCEPIECE, TOKENIZER_CONFIG, frame_texts, read_tokenizer
-from llama_core.data.tokenizer_limits import Limited
+from llama_core.data.tokenizers.files import SENTENCEPIECE, TOKENIZER_CONFIG, frame_texts, read_tokenizer
+from llama_core.data.tokenizers.limits import Limited
 from llama_core.errors import DataError, EnvironmentMismatchError
 from llama_core.hub import CHAT_TEMPLATES, folder_of
 from llama_core.imports import how_to_install

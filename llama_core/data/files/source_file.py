@@ -15,7 +15,7 @@ from io import SEEK_SET, BufferedReader, RawIOBase
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, cast
 
-from llama_core.data.remote import RemotePath
+from llama_core.data.files.remote import RemotePath
 from llama_core.errors import DataError
 from llama_core.records.files import open_file
 from llama_core.units import MIB, format_bytes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llama_core.data.bad_lines import UnusableRecordError, json_type
-from llama_core.data.rendering import Message, TemplateRefusalError, Tools
+from llama_core.data.bad_lines import json_type
+from llama_core.data.chat.rendering import Message, TemplateRefusalError, Tools
 from llama_core.errors import DataError, why_unreadable
 
 RESULT_ROLES = ("tool", "ipython")
@@ -138,36 +138,6 @@ def check_results(messages: Sequence[Message], location: str) -> None:
             open_calls = len(calls)
             ids = {call["id"] for call in calls if call.get("id") is not None}
             spoke = message["role"] == "assistant"
-
-
-def without_nulls(values: dict[str, Any], tools: str) -> tuple[dict[str, Any], int]:
-    """Return a row of a table without null in its objects, and how many of them were in tools or arguments of calls.
-
-    Args:
-        values: the row.
-        tools: the field of its tools.
-
-    Raises:
-        UnusableRecordError: if it is nested too deeply.
-    """
-    num_nulls = 0
-
-    def cleaned(value: Any, *, is_told: bool) -> Any:
-        nonlocal num_nulls
-        if isinstance(value, list):
-            return [cleaned(item, is_told=is_told) for item in value]
-        if not isinstance(value, dict):
-            return value
-        kept = {key: item for key, item in value.items() if item is not None}
-        if is_told:  # elsewhere null is no value anyway
-            num_nulls += len(value) - len(kept)
-        return {key: cleaned(item, is_told=is_told or key == _ARGUMENTS) for key, item in kept.items()}
-
-    try:
-        kept = {name: cleaned(value, is_told=name == tools) for name, value in values.items()}
-    except RecursionError:
-        raise UnusableRecordError("not supported", "its values are nested too deeply") from None
-    return kept, num_nulls
 
 
 def canonical(message: Message) -> Message:

@@ -1,0 +1,1 @@
+"""Conversations: their messages are checked, rendered by a template in a sandbox, and the trained tokens marked."""
