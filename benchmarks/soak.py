@@ -28,7 +28,6 @@ import psutil
 
 from benchmarks.pages import publish
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.jobs.submission import submit
@@ -37,6 +36,7 @@ from llama_core.records.checkpoints import list_checkpoints, newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now
 from llama_core.records.metrics import read_heartbeat, read_metrics
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.units import KIB, MIB, format_duration
 
 RANKS = 2

@@ -15,9 +15,9 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.redaction import redacted
+from llama_core.runs.console import say
 
 TIMEOUT_SECONDS = 5
 _DENIED = {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from flows.service import Service, answers, is_own, obeys_everybody, run_once, service
-from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError, TrainingInfraError
 from llama_core.imports import safe_python
+from llama_core.runs.console import say
 
 ROOT = Path(__file__).parents[1]
 ADDRESS = ROOT / "prefect.toml"

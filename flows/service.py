@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import psutil
 
-from llama_core.chain.console import say
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.runs.console import say
 
 SERVE_VARIABLE = "TRAINING_INFRA_SERVE"
 """Environment variable of every process that ``make serve`` started; its value is the process id of that command."""

@@ -10,9 +10,9 @@ import psutil
 from prefect import get_client
 
 from flows.service import SERVE_VARIABLE, STOP_SECONDS
-from llama_core.chain.console import say
 from llama_core.launch.jobs import submission
 from llama_core.records.directory import RunDirectory
+from llama_core.runs.console import say
 from tasks.follow import followed_by, run_of
 
 FLOW_RUN_VARIABLE = "PREFECT__FLOW_RUN_ID"

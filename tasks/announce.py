@@ -10,8 +10,8 @@ from prefect.logging.handlers import APILogHandler
 from prefect.runtime import deployment
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from llama_core.chain.console import say
 from llama_core.errors import TrainingInfraError
+from llama_core.runs.console import say
 from tasks.endings import is_stop
 
 ARTIFACT_RETRIES = 3

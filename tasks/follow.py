@@ -17,12 +17,12 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import TerminationSignal
 from prefect.runtime import flow_run as current_flow_run
 
-from llama_core.chain.runs import RUNS
-from llama_core.chain.stopping import cancel, stopped
 from llama_core.errors import CancelledError, RunDirectoryError, StoppedError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
+from llama_core.runs.continuing import RUNS
+from llama_core.runs.stopping import cancel, stopped
 from tasks.announce import log, unless_the_server_is_away
 from tasks.endings import BeingCancelledError
 from tasks.run_page import RunPage

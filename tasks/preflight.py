@@ -10,12 +10,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from llama_core.chain import prepare, steps
-from llama_core.chain.runs import load_plan
 from llama_core.config.run import RunConfig
 from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
+from llama_core.runs.loading import load_plan
 from llama_core.units import format_bytes
 from tasks.follow import follow, run_of
 

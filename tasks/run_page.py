@@ -10,11 +10,11 @@ from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
 from prefect.client.schemas.sorting import ArtifactSort
 
-from llama_core.chain.console import describe_step
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import read_heartbeat
+from llama_core.runs.console import describe_step
 from tasks.announce import unless_the_server_is_away
 
 RENEWAL_SECONDS = 5.0

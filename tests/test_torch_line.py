@@ -16,6 +16,8 @@ HEAVY = (
     "llama_core.parallel",
     "llama_core.training",
     "llama_core.rehearsal",
+    "llama_core.evaluation.harness",
+    "llama_core.evaluation.inference",
     "llama_core.data.loaders",
     "llama_core.data.supply",
     "llama_core.launch.rank.worker",
@@ -25,6 +27,7 @@ HEAVY = (
 )
 """The modules that compute, and those a rank imports to compute: with torch."""
 LIGHT = (
+    "llama_core.evaluation.harness.task_folder",
     "llama_core.training.rates",
     "llama_core.rehearsal.call_order",
 )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llama_core.chain import environment, steps
 from llama_core.chain.chain import run_chain
-from llama_core.chain.console import say
 from llama_core.chain.loader import refuse_started_ranks, run_loader_chain
 from llama_core.chain.planned import plan_anywhere, plan_for_gpu
 from llama_core.chain.preview import preview
@@ -18,6 +17,7 @@ from llama_core.machine.validate import EnvironmentReport
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import TrainingSummary
+from llama_core.runs.console import say
 from llama_core.units import GB
 from training_infra.config import TrainingConfig, TrainingStrategy, check_kind, with_settings
 from training_infra.distributed.config import MADE_BY_FACTORY, DistributedConfig
@@ -341,9 +341,9 @@ def evaluate(
         return _scores_on_tasks(Path(source), tasks, include_path, steps, settings)
     if include_path is not None:
         raise ConfigError("include_path has no effect without tasks; name tasks, or drop it")
-    from llama_core.chain.evaluate import evaluate as evaluate_weights
-    from llama_core.chain.questions import Devices
-    from llama_core.chain.recorded import recorded_losses
+    from llama_core.evaluation.held_out import evaluate as evaluate_weights
+    from llama_core.evaluation.questions import Devices
+    from llama_core.evaluation.recording import recorded_losses
 
     named = None
     if data is not None:
@@ -361,9 +361,9 @@ def _scores_on_tasks(
     steps: int | Literal["best", "all"] | None,
     settings: dict[str, Any],
 ) -> list[dict[str, Any]]:
-    from llama_core.chain.questions import Devices
-    from llama_core.chain.recorded import recorded_tasks
-    from llama_core.chain.tasks import Asked, evaluate_tasks
+    from llama_core.evaluation.questions import Devices
+    from llama_core.evaluation.recording import recorded_tasks
+    from llama_core.evaluation.tasks import Asked, evaluate_tasks
 
     if isinstance(names, str):
         raise ConfigError(f"tasks={names!r}: give a list of names, [{names!r}]")

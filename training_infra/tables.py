@@ -9,12 +9,12 @@ from llama_core.units import GIB, counted, format_bytes, format_count, format_du
 from training_infra.lines import print_line
 
 if TYPE_CHECKING:
-    from llama_core.chain.diagnosis import Diagnosis
     from llama_core.chain.planned import PlannedRun
-    from llama_core.chain.variants import ModelVariant
     from llama_core.machine.validate import EnvironmentReport
     from llama_core.planning.memory.verdict import MemoryEstimate
     from llama_core.planning.search.leanest import Least
+    from llama_core.planning.search.variants import ModelVariant
+    from llama_core.runs.diagnosis import Diagnosis
     from llama_core.sweep.comparison import Comparison
     from training_reports.run_comparison import RunComparison
 

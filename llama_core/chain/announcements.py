@@ -7,15 +7,6 @@ from typing import Any
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.batch import batch_line
-from llama_core.chain.console import say
-from llama_core.chain.runs import (
-    continuing,
-    is_finished,
-    load_config,
-    load_plan,
-    settings_to_continue,
-    step_to_continue,
-)
 from llama_core.chain.steps import estimate
 from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
@@ -38,6 +29,9 @@ from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.settings_changes import read_settings_changes
 from llama_core.registry import Registry
+from llama_core.runs.console import say
+from llama_core.runs.continuing import continuing, is_finished, settings_to_continue, step_to_continue
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.schedules.registry import SCHEDULES
 from llama_core.trackers.registry import TRACKERS
 from llama_core.training.rates import learning_rate

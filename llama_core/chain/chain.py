@@ -23,11 +23,9 @@ from llama_core.chain.announcements import (
     say_timed,
     say_weights,
 )
-from llama_core.chain.console import say
 from llama_core.chain.expected import expected_time, record_expected_step
 from llama_core.chain.samples import say_next, say_samples
 from llama_core.chain.steps import NOT_REHEARSED
-from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.errors import StoppedError, TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.outcome import record_interruption
@@ -37,6 +35,8 @@ from llama_core.records.directory import RunDirectory, command_to_resume
 from llama_core.records.evaluations import Score
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.redaction import shell_word
+from llama_core.runs.console import say
+from llama_core.runs.stopping import stopping_on_interrupt
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult

@@ -6,10 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from llama_core.chain.checkpoints import Best, find_checkpoint
-from llama_core.chain.export import new_folder_beside, refuse_files_in
 from llama_core.chain.planned import with_keys
-from llama_core.chain.runs import load_config
 from llama_core.config.overrides import Override
 from llama_core.config.recorded import RECORDED, differences, values_of
 from llama_core.config.run import RunConfig
@@ -27,6 +24,9 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.file_owners import refuse_foreign, refuse_links
 from llama_core.records.metrics import copy_metrics, read_metrics
 from llama_core.records.settings_changes import read_settings_changes, record_settings_change
+from llama_core.runs.checkpoints import Best, find_checkpoint
+from llama_core.runs.export import new_folder_beside, refuse_files_in
+from llama_core.runs.loading import load_config
 from llama_core.trackers.registry import folders_with_links
 from llama_core.training.rates import learning_rate, warmup_steps
 

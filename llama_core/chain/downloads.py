@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from shutil import disk_usage
 
-from llama_core.chain.console import say
 from llama_core.config.hugging_face import ignored_settings
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
@@ -25,6 +24,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.file_owners import own_folder
 from llama_core.records.files import DAMAGE, cache_directory, no_room, read_file, user_path, write_json
 from llama_core.records.hub import HubRecord, HubSource
+from llama_core.runs.console import say
 from llama_core.units import counted, format_bytes
 
 INITIAL_WEIGHTS = "training.init_from"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from llama_core.chain.planned import on_nodes, planned_as
 from llama_core.chain.prepare import refuse_unfit
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.errors import ConfigError, PlanError, TrainingInfraError
 from llama_core.launch.attempts import JOB_ID_VARIABLE, RESTART_VARIABLE
 from llama_core.launch.jobs.launcher import launcher_of
@@ -19,6 +18,7 @@ from llama_core.launch.outcome import record_outcome
 from llama_core.machine.detect import detect_machine
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
+from llama_core.runs.loading import load_config, load_plan
 
 
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:

@@ -5,16 +5,17 @@ from pathlib import Path
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.downloads import DOCUMENTS, INITIAL_WEIGHTS, resolve
 from llama_core.chain.prepare import check_initial_weights, other_tokenizer
-from llama_core.chain.runs import RUNS
 from llama_core.config.run import RunConfig
 from llama_core.data.check import check_data
 from llama_core.errors import RequestError
+from llama_core.evaluation.jobs import refusal_of_jobs
 from llama_core.launch.jobs.launcher import known_launchers
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.records.directory import RunDirectory
+from llama_core.runs.continuing import RUNS
 from llama_core.schedules.registry import SCHEDULES
 from llama_core.trackers.registry import TRACKERS
 
@@ -38,7 +39,12 @@ def validate_environment(
     for launcher in known_launchers():
         starts_it = config is not None and config.launch.kind == launcher.kind
         launcher.check(found, config if starts_it else None)
-        if config is not None and (warning := launcher.unused(config)):
+        if config is None:
+            continue
+        would_take_it = starts_it and launcher.kind.name not in found.problems
+        if would_take_it and (refused := refusal_of_jobs(config)):
+            found.fail(launcher.kind.name, refused)
+        if warning := launcher.unused(config):
             found.warnings.append(warning)
     return found.report()
 

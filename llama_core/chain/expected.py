@@ -2,7 +2,6 @@
 
 from functools import cache
 
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
@@ -20,6 +19,7 @@ from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, write_json
 from llama_core.records.measurements import ExpectedStep
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.units import TFLOP, counted, format_duration
 
 SLOW_STEP_SECONDS = 180.0

@@ -17,11 +17,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from llama_core.chain import steps as chain_steps
 from llama_core.chain.chain import Steps, run_chain
-from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.planned import with_keys
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import is_finished, load_config, load_plan, resume_point
-from llama_core.chain.stopping import check_outcome, stopped
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, TrainingConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, TrainingFailedError
@@ -38,6 +35,10 @@ from llama_core.machine.detect import detect_machine
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now
 from llama_core.records.measurements import StepRecord, TrainingSummary
+from llama_core.runs.console import say, say_output, watch
+from llama_core.runs.continuing import is_finished, resume_point
+from llama_core.runs.loading import load_config, load_plan
+from llama_core.runs.stopping import check_outcome, stopped
 
 if TYPE_CHECKING:
     from llama_core.launch.rank.loader import Loaders

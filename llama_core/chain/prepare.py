@@ -4,29 +4,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from llama_core.chain.console import say
 from llama_core.chain.downloads import INITIAL_WEIGHTS, record_sources, resolve
-from llama_core.chain.ends import end_of_learnt_turn, trains_on_conversations
 from llama_core.chain.paths import absolute, data_from_anywhere
 from llama_core.chain.planned import PlannedRun, on_nodes, plan_run, planned_as, with_fewest, with_keys
-from llama_core.chain.runs import (
-    RUNS,
-    existing_run,
-    has_lost_its_end,
-    load_config,
-    load_plan,
-    new_run,
-    settings_change,
-    settings_to_continue,
-    why_none_goes_on,
-)
-from llama_core.chain.tasks import Asked, find_tasks
 from llama_core.chain.tokenize import refuse_long_wait
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, TrainingConfig, with_paths
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
+from llama_core.data.end_tokens import end_of_learnt_turn, trains_on_conversations
 from llama_core.data.statistics import DataStatistics, write_statistics
 from llama_core.data.tokenizers.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
 from llama_core.errors import (
@@ -37,6 +24,8 @@ from llama_core.errors import (
     RunDirectoryError,
     WeightsError,
 )
+from llama_core.evaluation.plan import evaluating_device, evaluation_plan
+from llama_core.evaluation.tasks import Asked, find_tasks
 from llama_core.hugging_face.bases import record_base, refuse_other_base, refuse_other_base_of
 from llama_core.hugging_face.generation_config import generation_config, with_ends
 from llama_core.hugging_face.pretrained import (
@@ -50,7 +39,6 @@ from llama_core.hugging_face.pretrained import (
 from llama_core.launch.jobs.submission import attach, only_one_submission
 from llama_core.machine.detect import detect_machine
 from llama_core.planning.before import spec_before_run, weights_before_run
-from llama_core.planning.evaluation_plan import evaluating_device, evaluation_plan
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.checkpoints import data_digests, newest_checkpoint, newest_step
 from llama_core.records.data_changes import allow_data_change as record_allowed_change
@@ -60,6 +48,17 @@ from llama_core.records.file_owners import refuse_links
 from llama_core.records.files import atomic_write, write_json
 from llama_core.records.metrics import read_heartbeat
 from llama_core.records.settings_changes import record_settings_change
+from llama_core.runs.console import say
+from llama_core.runs.continuing import (
+    RUNS,
+    existing_run,
+    has_lost_its_end,
+    new_run,
+    settings_change,
+    settings_to_continue,
+    why_none_goes_on,
+)
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.trackers.registry import folders_with_links
 
 _PATHS = {"source", "sources", "validation", "tokenizer", "chat_template", "cache_dir"}

@@ -9,7 +9,6 @@ from llama_core.chain.downloads import DOCUMENTS, INITIAL_WEIGHTS, resolve
 from llama_core.chain.expected import expected_here
 from llama_core.chain.planned import PlannedRun, plan_anywhere, plan_for_gpu, plan_run
 from llama_core.chain.prepare import check_initial_weights, refuse_unfit_on_any_nodes
-from llama_core.chain.runs import new_run
 from llama_core.chain.steps import NOT_REHEARSED, rehearse_plan
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.data.check import DataCheck, check_data
@@ -18,6 +17,7 @@ from llama_core.launch.jobs.launcher import known_launchers, launcher_of
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.time.cost import Cost
 from llama_core.records.directory import RunDirectory
+from llama_core.runs.continuing import new_run
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult

@@ -2,13 +2,13 @@
 
 import shlex
 
-from llama_core.chain.console import say
-from llama_core.chain.generate import TextModel
-from llama_core.chain.runs import load_config
 from llama_core.errors import TrainingInfraError
+from llama_core.evaluation.generate import TextModel
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.measurements import Sample, Samples, TrainingSummary
+from llama_core.runs.console import say
+from llama_core.runs.loading import load_config
 
 MAX_TOKENS = 48
 """Most tokens of a continuation."""

@@ -9,18 +9,15 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from llama_core.chain.console import say, say_output, watch
 from llama_core.chain.environment import validate_environment
-from llama_core.chain.evaluator import Evaluator
 from llama_core.chain.expected import expected_step
 from llama_core.chain.prepare import refuse_unfit
-from llama_core.chain.runs import is_finished, load_config, load_plan
-from llama_core.chain.stopping import check_outcome, stopping_on_interrupt
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DeadlockError, DoesNotFitError, EnvironmentMismatchError
+from llama_core.evaluation.evaluator import Evaluator
+from llama_core.evaluation.jobs import evaluations_of
 from llama_core.imports import importing_torch
 from llama_core.launch.jobs import submission
-from llama_core.launch.jobs.evaluation_jobs import evaluations_of
 from llama_core.launch.jobs.handle import JobHandle
 from llama_core.launch.outcome import read_outcome, record_refusal
 from llama_core.machine.validate import EnvironmentReport
@@ -32,6 +29,10 @@ from llama_core.records.files import intact, read_json, read_typed, write_json
 from llama_core.records.goodput import read_goodput
 from llama_core.records.job import Outcome, Part
 from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.runs.console import say, say_output, watch
+from llama_core.runs.continuing import is_finished
+from llama_core.runs.loading import load_config, load_plan
+from llama_core.runs.stopping import check_outcome, stopping_on_interrupt
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from llama_core.chain.console import say
 from llama_core.chain.downloads import INITIAL_WEIGHTS, resolve
 from llama_core.chain.paths import data_from_anywhere
 from llama_core.config.run import RunConfig
@@ -27,6 +26,7 @@ from llama_core.data.tokenizers.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launchers.registry import with_nodes
+from llama_core.runs.console import say
 from llama_core.units import MIB, format_bytes, format_duration
 
 NUM_TASKS = 16

@@ -7,7 +7,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.objectives.traits import ObjectiveType
-from llama_core.planning.evaluation import passing_width, weight_bytes
+from llama_core.planning.inference import passing_width, weight_bytes
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.ends import LOSS_NUM_BLOCKS, loss_chunk_tokens
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, itemsize_of

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_core.chain.console import say
 from llama_core.errors import ConfigError, TrainingInfraError
 from llama_core.launch.jobs.handle import JobHandle
+from llama_core.runs.console import say
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.judgement import Judgement
 from llama_core.sweep.lock import discard_new, unlock

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from llama_core.chain import steps as chain_steps
 from llama_core.chain.planned import PlannedRun, plan_for_gpu, plan_run
-from llama_core.chain.runs import load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, StoppedError, TrainingFailedError
 from llama_core.launch.outcome import read_outcome
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.cost import BILLION
+from llama_core.runs.loading import load_plan
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record

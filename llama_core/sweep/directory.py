@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 from pydantic import StringConstraints
 
-from llama_core.chain.runs import is_finished
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
+from llama_core.runs.continuing import is_finished
 from llama_core.sweep.grid import GridValue, SweepConfig
 from llama_core.sweep.naming import ElementNames, element_names
 from llama_core.sweep.objective import SweepObjective

@@ -5,15 +5,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from llama_core.chain import steps
-from llama_core.chain.console import say
-from llama_core.chain.evaluator import LOOK_SECONDS, Evaluator
-from llama_core.chain.runs import is_finished, load_config
-from llama_core.chain.tasks import Asked, find_tasks
 from llama_core.errors import ConfigError, TrainingInfraError, did_you_mean
+from llama_core.evaluation.evaluator import LOOK_SECONDS, Evaluator
+from llama_core.evaluation.tasks import Asked, find_tasks
 from llama_core.records.checkpoints import list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import read_ending
 from llama_core.records.evaluations import LOSS, SCORE
+from llama_core.runs.console import say
+from llama_core.runs.continuing import is_finished
+from llama_core.runs.loading import load_config
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import SweepConfig
 from llama_core.sweep.naming import ElementNames

@@ -13,8 +13,6 @@ from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from llama_core.chain import steps
-from llama_core.chain.console import say
-from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError, RunDirectoryError
 from llama_core.launch.outcome import read_outcome
@@ -34,6 +32,8 @@ from llama_core.records.files import (
     user_path,
 )
 from llama_core.records.measurements import BenchmarkRecord, disturbance
+from llama_core.runs.console import say
+from llama_core.runs.loading import load_config
 from llama_core.sweep.objective import UNTIMED
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from uuid import uuid4
 
 from pydantic import StringConstraints
 
-from llama_core.chain.console import say
-from llama_core.chain.runs import load_config
 from llama_core.errors import RegressionError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
+from llama_core.runs.console import say
+from llama_core.runs.loading import load_config
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record
 from llama_core.sweep.history import Result, history_folder, read_history, result_of, write_part
 from llama_core.sweep.naming import ElementNames

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llama_core.chain.recorded import settings_of_run
 from llama_core.config.evaluation import EvaluationConfig
+from llama_core.evaluation.recording import settings_of_run
 from llama_core.records.checkpoints import list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import read_ending

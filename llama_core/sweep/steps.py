@@ -14,9 +14,7 @@ from typing import Any
 
 from llama_core.chain import steps
 from llama_core.chain.announcements import say_environment
-from llama_core.chain.console import say, watch
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.settings import request_sections
 from llama_core.errors import (
     ConfigError,
@@ -35,6 +33,9 @@ from llama_core.records.files import read_json
 from llama_core.records.job import Outcome, Part
 from llama_core.records.measurements import TrainingSummary
 from llama_core.redaction import shell_word
+from llama_core.runs.console import say, watch
+from llama_core.runs.continuing import is_finished
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.sweep.best import best_lines
 from llama_core.sweep.directory import (
     ElementRecord,

@@ -8,13 +8,13 @@ from typing import Any
 import pandas as pd
 
 from llama_core.chain.batch import batch_line, global_batch
-from llama_core.chain.runs import resume_command
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.errors import RunDirectoryError
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import by_dotted_key
+from llama_core.runs.continuing import resume_command
 from llama_core.units import counted, format_bytes, format_count, format_duration
 from training_reports.attempts import COLUMNS, attempts_table
 from training_reports.breakdown import step_breakdown

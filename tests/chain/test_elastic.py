@@ -10,11 +10,11 @@ from llama_core.chain import prepare
 from llama_core.chain.elastic import main, plan_attempt
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview_script
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.launch.jobs.slurm import _host_bytes
 from llama_core.launch.outcome import read_outcome
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.grid import SweepConfig
 

@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from llama_core.chain import announcements, prepare, runs, steps
+from llama_core.chain import announcements, prepare, steps
 from llama_core.chain.batch import batch_line
 from llama_core.chain.chain import run_chain
-from llama_core.chain.console import say
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.planned import plan_run
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
-from llama_core.chain.runs import is_finished, load_config, load_plan
 from llama_core.config.recorded import OR_CHANGE_ON_RESUME, refuse_edited
 from llama_core.config.run import RunConfig
 from llama_core.errors import (
@@ -42,6 +40,10 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.settings_changes import SettingsChange, first_values, newest_values, read_settings_changes
+from llama_core.runs import continuing as runs
+from llama_core.runs.console import say
+from llama_core.runs.continuing import is_finished
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.units import GIB, format_count
 from training_infra import cli
 from training_infra.local import local_steps

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from llama_core.config.hardware import fewest_nodes, gpu_names, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
+from llama_core.evaluation.plan import evaluation_plan
 from llama_core.launch.jobs.slurm_request import slurm_parameters
-from llama_core.planning.evaluation_plan import evaluation_plan
 from llama_core.planning.search.auto import search
 from llama_core.sweep.grid import SweepConfig
 from training_infra import LlamaTrainingOrchestrator

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import read_rank_exits
 from llama_core.launch.jobs import submission
@@ -21,6 +19,8 @@ from llama_core.records.checkpoints import recorded_sums
 from llama_core.records.files import read_json, read_typed
 from llama_core.records.job import JobRecord
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.diagnosis import diagnose
+from llama_core.runs.loading import load_config, load_plan
 from training_infra import cli
 
 INJECTION = Path(__file__).with_name("injection")

@@ -9,9 +9,9 @@ import pytest
 from disks import Disks, while_stopped
 from faulty_run import PHASES, Fault, FaultyRun, Phase, where
 
-from llama_core.chain.diagnosis import diagnose
 from llama_core.launch.attempts import log_path
 from llama_core.records.files import read_json
+from llama_core.runs.diagnosis import diagnose
 from training_infra import cli
 
 pytestmark = pytest.mark.root

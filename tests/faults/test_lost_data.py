@@ -9,11 +9,11 @@ import pytest
 from disks import pid_of, while_stopped
 from faulty_run import STEPS, Fault, FaultyRun, where
 
-from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config
 from llama_core.errors import RunDirectoryError
 from llama_core.launch.outcome import read_outcome
+from llama_core.runs.diagnosis import diagnose
+from llama_core.runs.loading import load_config
 from training_infra import cli
 
 STOP = {"signal": "SIGSTOP"}

@@ -11,8 +11,8 @@ import pytest
 from disks import needs, while_stopped
 from faulty_run import NUM_RANKS, Fault, FaultyRun, where
 
-from llama_core.chain.diagnosis import diagnose
 from llama_core.launch.jobs import submission
+from llama_core.runs.diagnosis import diagnose
 
 pytestmark = pytest.mark.root
 

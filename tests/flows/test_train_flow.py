@@ -16,10 +16,10 @@ from prefect.exceptions import ParameterTypeError
 from waiting import eventually
 
 from flows.train import train
-from llama_core.chain.stopping import cancel, stopped
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.stopping import cancel, stopped
 
 pytestmark = pytest.mark.xdist_group("flow")
 

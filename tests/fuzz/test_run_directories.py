@@ -10,8 +10,6 @@ from synthetic_run import step_record, write_run
 
 from llama_core.chain import steps
 from llama_core.chain.announcements import say_data
-from llama_core.chain.checkpoints import find_checkpoint
-from llama_core.chain.runs import existing_run, is_finished, load_config, load_plan, resume_point
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import attempt_path, current_attempt, is_cancellation_requested, read_rank_exits
 from llama_core.launch.jobs.submission import attach
@@ -26,6 +24,9 @@ from llama_core.records.metrics import append_metrics, drop_metrics_after, read_
 from llama_core.records.profiles import ProfileRecord, read_profiles, write_profile
 from llama_core.records.rollbacks import Rollback, read_rollbacks, write_rollbacks
 from llama_core.records.timelines import LaneRecord, read_lanes, write_lane
+from llama_core.runs.checkpoints import find_checkpoint
+from llama_core.runs.continuing import existing_run, is_finished, resume_point
+from llama_core.runs.loading import load_config, load_plan
 from llama_core.sweep.directory import SweepDirectory, unfinished
 from llama_core.sweep.judgement import Judgement
 from training_reports.page import write_report

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,13 @@ from llama_core.config.run import RunConfig
 from llama_core.config.settings import request_sections
 from llama_core.data.shards import grouping
 from llama_core.errors import ConfigError, EnvironmentMismatchError
+from llama_core.evaluation.plan import evaluating_device
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.start import HELD_SIGNALS
 from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launchers.registry import LAUNCHERS
-from llama_core.planning.evaluation_plan import evaluating_device
 from llama_core.records.checkpoints import list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import read_attempt
@@ -203,6 +204,16 @@ def test_what_another_launcher_asks_for_is_refused(depot, capsys):
     assert cli.main(["estimate-memory", "--launcher", "depot", "--device", "cpu", "--partition", "gpu"]) == 2
     refusal = "--partition is for Slurm jobs, and this run is one of the depot; add --launcher slurm"
     assert refusal in capsys.readouterr().err
+
+
+def test_jobs_of_evaluations_that_it_would_refuse_are_told_before_a_run_begins(depot, monkeypatch, law):
+    evaluation = {"data": {"law": str(law)}}
+    config = RunConfig.from_mapping({"launch": IN_DEPOT, "evaluation": evaluation})
+    assert validate_environment(config).errors == ()
+    tasks = replace(depot_jobs.TASKS, refusal=lambda config: "the depot is full")
+    monkeypatch.setattr(depot_jobs, "LAUNCHER", replace(depot_jobs.LAUNCHER, tasks=tasks))
+    (error,) = validate_environment(config).errors
+    assert "would refuse the evaluations: the depot is full; change evaluation.partition" in error
 
 
 def test_it_describes_itself_and_evaluates_where_its_jobs_do(depot):

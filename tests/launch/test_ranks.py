@@ -10,13 +10,13 @@ from launch_harness import ending_jobs, is_alive
 from waiting import eventually
 
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs import submission
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
 from llama_core.records.profiles import read_profiles
 from llama_core.records.timelines import read_lanes
+from llama_core.runs.loading import load_config, load_plan
 
 pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("ranks")]
 

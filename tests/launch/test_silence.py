@@ -152,10 +152,10 @@ FOLLOW = """
 import signal, sys
 from pathlib import Path
 from llama_core.chain.steps import follow
-from llama_core.chain.stopping import stopping_on_interrupt
+from llama_core.runs.stopping import stopping_on_interrupt
 from llama_core.errors import StoppedError
 from llama_core.launch.jobs.submission import submit
-from llama_core.chain.runs import load_config
+from llama_core.runs.loading import load_config
 from llama_core.records.directory import RunDirectory
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with it ignored

@@ -12,9 +12,9 @@ import pytest
 from launch_harness import FAKE_WORKER, is_alive
 from waiting import eventually
 
-from llama_core.chain.stopping import stopping_on_interrupt
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError, StoppedError
+from llama_core.evaluation.plan import evaluating_request, evaluation_plan
 from llama_core.launch.attempts import log_path, read_rank_exits, request_cancellation
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
@@ -29,9 +29,9 @@ from llama_core.launch.slurm import (
     job_status,
     largest_node_bytes,
 )
-from llama_core.planning.evaluation_plan import evaluating_request, evaluation_plan
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord, Outcome
+from llama_core.runs.stopping import stopping_on_interrupt
 from llama_core.units import GIB, MIB
 from training_reports.page import write_report
 

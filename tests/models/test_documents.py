@@ -11,13 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llama_core import attention
 from llama_core.config.models import model_spec
+from llama_core.evaluation.inference.row_losses import losses_of_rows
 from llama_core.models import layers, llama
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.parallel.recompute import apply_recompute
 from llama_core.rehearsal.byte_counter import ByteCounter
-from llama_core.training.evaluation import losses_of_rows
 
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=4, head_dim=16, ffn_size=96, vocab_size=128)
 

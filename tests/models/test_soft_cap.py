@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from greedy_texts import NUM_TOKENS, PROMPT, generated, greedy_without_cache
 from hugging_face_models import BY_LAYER, model_with_large_weights
-from test_generation import NUM_TOKENS, PROMPT, generated, greedy_without_cache
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, PlanError
+from llama_core.evaluation.inference.batched_generation import generate_rows
+from llama_core.evaluation.inference.row_losses import losses_of_rows
 from llama_core.models.batch import Batch
-from llama_core.models.batched_generation import generate_rows
 from llama_core.models.layers import Attention, rotation, use_all_scores
 from llama_core.models.llama import Llama
 from llama_core.planning.plan import ParallelPlan
-from llama_core.training.evaluation import losses_of_rows
 
 CAP = 0.5
 LENGTH = 9

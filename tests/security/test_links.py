@@ -9,7 +9,6 @@ import pytest
 from inodes import opened
 from synthetic_run import FAILED, write_run
 
-from llama_core.chain.export import _own_tokenizer, _write_tokenizer
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
@@ -23,6 +22,7 @@ from llama_core.records.files import open_file, write_json
 from llama_core.records.metrics import append_metrics, read_heartbeat
 from llama_core.records.profiles import ProfileRecord, write_profile
 from llama_core.records.timelines import LaneRecord, write_lane
+from llama_core.runs.export import _own_tokenizer, _write_tokenizer
 from llama_core.sweep.directory import SweepDirectory, SweepRecord, write_record
 from llama_core.sweep.grid import SweepConfig
 from llama_core.sweep.steps import prepare

@@ -22,15 +22,16 @@ from lm_eval.api.registry import filter_registry, metric_registry
 from lm_eval.config.task import FewshotConfig, TaskConfig
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from llama_core.data import task_folder
 from llama_core.data.chat import rendering
 from llama_core.data.chat.rendering import TemplateRefusalError
 from llama_core.errors import ConfigError, DataError
-from llama_core.training import harness_limits, harness_tasks
-from llama_core.training.harness_limits import quiet
-from llama_core.training.harness_tasks import NamedTasks
-from llama_core.training.task_code import INSTALLED, executing_line
-from llama_core.training.task_data import checked_data
+from llama_core.evaluation.harness import limits as harness_limits
+from llama_core.evaluation.harness import named_tasks as harness_tasks
+from llama_core.evaluation.harness import task_folder
+from llama_core.evaluation.harness.limits import quiet
+from llama_core.evaluation.harness.named_tasks import NamedTasks
+from llama_core.evaluation.harness.task_code import INSTALLED, executing_line
+from llama_core.evaluation.harness.task_data import checked_data
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +154,8 @@ def test_a_function_in_a_module_that_imports_one_that_executes_text_is_found(mon
     }
     monkeypatch.setattr(Path, "is_file", lambda path: path in trees)
     monkeypatch.setattr(Path, "read_bytes", lambda path: trees[path].encode())
-    monkeypatch.setattr("llama_core.training.task_code._modules", lambda settings: [INSTALLED / "mine" / "utils.py"])
+    modules = [INSTALLED / "mine" / "utils.py"]
+    monkeypatch.setattr("llama_core.evaluation.harness.task_code._modules", lambda settings: modules)
     assert executing_line({}) == "lm_eval/tasks/mine/last.py, line 2"
 
 

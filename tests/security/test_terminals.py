@@ -12,12 +12,12 @@ from contextlib import suppress
 import pytest
 from synthetic_run import FAILED, write_run
 
-from llama_core.chain.console import say
 from llama_core.data.tokenising import _progress
 from llama_core.log_lines import LineFormatter
 from llama_core.records.files import write_json
 from llama_core.records.job import Outcome
 from llama_core.redaction import one_line, shell_word
+from llama_core.runs.console import say
 from training_infra import cli
 from training_infra.lines import for_standard_output
 

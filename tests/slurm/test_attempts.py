@@ -7,12 +7,12 @@ from waiting import eventually
 
 from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config, load_plan
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import RESTART_VARIABLE
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.loading import load_config, load_plan
 
 STEPS = 60
 

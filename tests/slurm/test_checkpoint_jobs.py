@@ -8,14 +8,14 @@ from test_attempts import history
 from waiting import eventually
 
 from llama_core.chain import steps
-from llama_core.chain.evaluate import evaluate
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.questions import Devices
-from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
+from llama_core.evaluation.held_out import evaluate
+from llama_core.evaluation.questions import Devices
 from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, list_checkpoints
 from llama_core.records.evaluation_jobs import read_attempt
 from llama_core.records.evaluations import read_scores
+from llama_core.runs.loading import load_config
 
 STEPS = 800
 

@@ -7,9 +7,9 @@ import pytest
 from launch_harness import FAKE_WORKER, Job
 
 from llama_core.chain.prepare import prepare_run
-from llama_core.chain.runs import load_config
 from llama_core.config.run import RunConfig
 from llama_core.launch.jobs import submission
+from llama_core.runs.loading import load_config
 
 SMALL = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 512}
 

@@ -12,9 +12,8 @@ from waiting import eventually
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.launch.jobs.slurm_check import check_slurm
+from llama_core.evaluation.jobs import refusal_of_jobs
 from llama_core.launch.jobs.submission import attach
-from llama_core.machine.validate import Findings
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
@@ -159,9 +158,7 @@ def test_what_slurm_would_refuse_is_told_before_it_is_asked(settings, complaint)
     launch = {"launcher": "slurm", "device": "cuda", "gpu_type": "h100", "slurm": {"cpus_per_rank": 1}}
     evaluation = {"data": {"law": "law.jsonl"}} | settings.get("evaluation", {})
     config = {"model": "llama3_8b", "launch": launch} | settings | {"evaluation": evaluation}
-    found = Findings()
-    check_slurm(found, RunConfig.from_mapping(config))
-    assert re.search(complaint, "; ".join(found.errors))
+    assert re.search(complaint, refusal_of_jobs(RunConfig.from_mapping(config)) or "")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 from step_record import record as step_record
 from step_record import training_summary
 
-from llama_core.chain.runs import load_config
 from llama_core.errors import (
     ConfigError,
     EnvironmentMismatchError,
@@ -22,6 +21,7 @@ from llama_core.records.held_out import HeldOutRows
 from llama_core.records.job import Outcome
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.metrics import write_metrics_part
+from llama_core.runs.loading import load_config
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
 from llama_core.sweep.directory import SweepDirectory, is_timed, read_record, unfinished

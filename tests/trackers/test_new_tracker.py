@@ -14,6 +14,7 @@ from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError
+from llama_core.evaluation.score_sinks import show_scores
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
@@ -23,7 +24,6 @@ from llama_core.records.metrics import read_metrics
 from llama_core.redaction import redacted
 from llama_core.trackers.registry import TRACKERS, folders_with_links
 from llama_core.training.metrics import MetricsSinks
-from llama_core.training.score_sinks import show_scores
 from llama_core.training.trainer import Trainer
 
 

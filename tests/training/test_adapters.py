@@ -33,11 +33,11 @@ from test_weights import (
 )
 from transformers import LlamaForCausalLM
 
-from llama_core.chain.export import export_run
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained
+from llama_core.runs.export import export_run
 from llama_core.training.weights import Pretrained
 
 pytestmark = pytest.mark.xdist_group("adapters")

@@ -9,13 +9,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.evaluation.score_sinks import show_scores
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
 from llama_core.records.files import now, read_json
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import drop_metrics_after, newest_evaluation, read_metrics, set_aside
 from llama_core.training.metrics import HeartbeatSink, MetricsSinks, ParquetSink, format_record
-from llama_core.training.score_sinks import show_scores
 
 
 @pytest.fixture

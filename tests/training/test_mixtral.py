@@ -13,13 +13,13 @@ from test_weights import ALONE, differing, filled, lively, save_folder, save_run
 from tiers import nightly
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained, resolve_pretrained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
+from llama_core.runs.export import export_run
 from llama_core.training.weights import Pretrained
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}

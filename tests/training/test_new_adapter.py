@@ -18,13 +18,13 @@ from torch.distributed.tensor import DTensor
 from toy_adapter import FACTORS
 
 from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
-from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.models.llama import build_llama
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.export import export_run
 from llama_core.training.trainer import Trainer
 
 PLANS = {

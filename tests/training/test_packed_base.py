@@ -10,13 +10,13 @@ from same_logits import TOKENS, assert_same_logits, logits
 from test_weights import ALONE, differing, filled, lively, logits_of_transformers, new_run, save_folder, save_run, train
 from transformers import LlamaForCausalLM
 
-from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, PlanError
 from llama_core.hugging_face.pretrained import check_pretrained
 from llama_core.models import nf4
 from llama_core.models.llama import packed_modules
 from llama_core.planning.plan import ParallelPlan
+from llama_core.runs.export import export_run
 from llama_core.training.weights import Pretrained
 
 SIZES = {

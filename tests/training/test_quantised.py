@@ -11,7 +11,6 @@ from test_packed_base import SIZES, request, trained
 from test_weights import filled, lively, logits_of_transformers, save_folder
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-from llama_core.chain.export import export_run
 from llama_core.config.hugging_face import read_folder
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
@@ -20,6 +19,7 @@ from llama_core.errors import WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained, where_stored
 from llama_core.models import nf4
 from llama_core.models.llama import packed_modules
+from llama_core.runs.export import export_run
 from llama_core.training.weights import whole_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -14,11 +14,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from llama_core.chain.export import export_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
+from llama_core.runs.export import export_run
 from llama_core.training.weights import Pretrained
 
 SIZES = {

@@ -23,8 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from llama_core.chain.export import export_run, only_one
-from llama_core.chain.runs import load_config
 from llama_core.config.hugging_face import config_json
 from llama_core.config.models import hugging_face_name
 from llama_core.config.run import RunConfig
@@ -38,6 +36,8 @@ from llama_core.records.checkpoints import LAYOUT, checkpoint_name, write_manife
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.retention import Retention
+from llama_core.runs.export import export_run, only_one
+from llama_core.runs.loading import load_config
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import build_engine, train_step
 from llama_core.training.index import INDEX

@@ -17,7 +17,6 @@ import psutil
 import pytest
 from waiting import eventually
 
-from llama_core.chain.diagnosis import diagnose
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.models import model_names
 from llama_core.config.run import RunConfig, config_keys
@@ -26,6 +25,7 @@ from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.diagnosis import diagnose
 from llama_core.training.rates import learning_rate
 from training_infra import cli
 from training_infra.commands.configuration import requested_config
@@ -1008,7 +1008,7 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line_that_names_t
 ):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
-    monkeypatch.setattr("llama_core.chain.variants.list_variants", lambda gpu_type: tempfile.gettempdir())
+    monkeypatch.setattr("llama_core.planning.search.variants.list_variants", lambda gpu_type: tempfile.gettempdir())
     assert cli.main(["models"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "missing") in line

@@ -10,12 +10,12 @@ from tiers import cases, nightly, wide
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import training_infra
-from llama_core.chain.stopping import stopped
 from llama_core.errors import ConfigError, DataError, StoppedError
 from llama_core.launch.outcome import read_outcome
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import Outcome
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.stopping import stopped
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
 

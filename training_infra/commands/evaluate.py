@@ -12,8 +12,8 @@ from training_infra.commands.command import DEVICE, DTYPE, SOURCE, TOKENIZER, Ar
 from training_infra.lines import ProgressLine, print_json, print_line
 
 if TYPE_CHECKING:
-    from llama_core.chain.checkpoints import Best
-    from llama_core.chain.questions import All, Devices
+    from llama_core.evaluation.questions import All, Devices
+    from llama_core.runs.checkpoints import Best
 
 _OF_DATA = ("--data", "--sequences", "--seq-len")
 _OF_TASKS = (
@@ -47,16 +47,16 @@ def _refuse_mixture(options: argparse.Namespace) -> None:
 
 
 def _source(options: argparse.Namespace) -> Path:
-    from llama_core.chain.console import say
     from llama_core.chain.downloads import fetch_weights
+    from llama_core.runs.console import say
 
     with say.silenced(True):  # standard output holds only the results
         return fetch_weights(options.source)
 
 
 def _evaluate_data(options: argparse.Namespace, unrecorded: list[str]) -> None:
-    from llama_core.chain.evaluate import evaluate
-    from llama_core.chain.recorded import recorded_losses
+    from llama_core.evaluation.held_out import evaluate
+    from llama_core.evaluation.recording import recorded_losses
 
     data = _named(options.data) if options.data else None
     tell = partial(print_line, file=sys.stderr)
@@ -73,8 +73,8 @@ def _evaluate_data(options: argparse.Namespace, unrecorded: list[str]) -> None:
 
 
 def _evaluate_tasks(options: argparse.Namespace, unrecorded: list[str]) -> None:
-    from llama_core.chain.recorded import recorded_tasks
-    from llama_core.chain.tasks import Asked, evaluate_tasks
+    from llama_core.evaluation.recording import recorded_tasks
+    from llama_core.evaluation.tasks import Asked, evaluate_tasks
 
     asked = Asked(options.limit, options.num_fewshot, options.chat, options.system)
     progress = ProgressLine(sys.stderr)
@@ -105,7 +105,7 @@ def _evaluate_tasks(options: argparse.Namespace, unrecorded: list[str]) -> None:
 
 
 def _devices(options: argparse.Namespace) -> "Devices":
-    from llama_core.chain.questions import Devices
+    from llama_core.evaluation.questions import Devices
 
     return Devices(
         options.device,

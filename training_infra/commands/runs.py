@@ -19,9 +19,9 @@ FOLLOW_SECONDS = 0.5
 
 
 def _logs(options: argparse.Namespace) -> None:
-    from llama_core.chain.runs import load_config, load_plan
     from llama_core.launch.jobs import submission
     from llama_core.launch.logs import LogFollower
+    from llama_core.runs.loading import load_config, load_plan
 
     run = RunDirectory(options.run_dir)
     num_ranks = max(load_config(run).parallel.gpus, load_plan(run).world_size)  # an attempt may have had fewer nodes
@@ -66,7 +66,7 @@ LOGS = Command(
 
 
 def _cancel(options: argparse.Namespace) -> None:
-    from llama_core.chain.stopping import cancel, stopped
+    from llama_core.runs.stopping import cancel, stopped
 
     run = RunDirectory(options.run_dir)
     match cancel(run):
@@ -88,7 +88,7 @@ CANCEL = Command(
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from llama_core.chain.diagnosis import diagnose
+    from llama_core.runs.diagnosis import diagnose
 
     diagnosis = diagnose(RunDirectory(options.run_dir), read=not options.sizes_only)
     if options.json:
@@ -114,8 +114,8 @@ DOCTOR = Command(
 
 
 def _report(options: argparse.Namespace) -> None:
-    from llama_core.chain.runs import load_config
     from llama_core.launch.jobs.submission import attach
+    from llama_core.runs.loading import load_config
     from training_reports.page import write_report
 
     run = RunDirectory(options.run_dir)

@@ -25,7 +25,7 @@ def _sweep(options: argparse.Namespace) -> None:
 
 def _predict(options: argparse.Namespace) -> None:
     """Predict the elements by arithmetic, and write a page that compares them."""
-    from llama_core.chain.console import say
+    from llama_core.runs.console import say
     from llama_core.sweep.comparison import predict
     from llama_core.sweep.steps import SWEEPS
     from training_reports.prediction import write_prediction
@@ -46,7 +46,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     """Prepare, rehearse, run and compare the elements."""
-    from llama_core.chain.console import say
+    from llama_core.runs.console import say
     from llama_core.sweep import steps
     from llama_core.sweep.chain import run_sweep
     from llama_core.sweep.judgement import read_judgement, refuse_regressions

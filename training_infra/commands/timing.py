@@ -29,7 +29,7 @@ def _benchmark(options: argparse.Namespace) -> None:
 
 
 def _compare_batch_sizes(options: argparse.Namespace) -> None:
-    from llama_core.chain.console import say
+    from llama_core.runs.console import say
     from llama_core.sweep.judgement import read_judgement, refuse_regressions
     from training_infra.benchmarking import compare_batch_sizes
 
@@ -58,8 +58,8 @@ def _save(file: Path, record: Mapping[str, Any]) -> None:
 def _time_steps(options: argparse.Namespace) -> None:
     from llama_core.chain import steps
     from llama_core.chain.chain import run_chain
-    from llama_core.chain.console import say
-    from llama_core.chain.runs import RUNS
+    from llama_core.runs.console import say
+    from llama_core.runs.continuing import RUNS
     from llama_core.sweep.history import check_folder, history_folder
     from llama_core.sweep.judgement import refuse_regressions, remember_run
     from training_infra.local import local_steps
@@ -101,8 +101,8 @@ BENCHMARK = Command(
 
 def _profile(options: argparse.Namespace) -> None:
     from llama_core.chain.chain import run_chain
-    from llama_core.chain.console import say
     from llama_core.records.profiles import read_profiles
+    from llama_core.runs.console import say
     from training_infra.local import local_steps
 
     config = _profiled_config(options)
@@ -121,7 +121,7 @@ def _profile(options: argparse.Namespace) -> None:
 
 def _profiled_config(options: argparse.Namespace) -> RunConfig:
     """Return the configuration of an earlier run, or of the flags, with a profile of its timed steps."""
-    from llama_core.chain.runs import load_config
+    from llama_core.runs.loading import load_config
 
     options.resume = False  # a profile is a new run
     if options.like is not None:

@@ -9,8 +9,8 @@ from training_infra.lines import print_json
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from llama_core.chain.console import say
     from llama_core.chain.tokenize import tokenize
+    from llama_core.runs.console import say
 
     config = requested_config(options)
     with say.silenced(options.json):

@@ -39,7 +39,7 @@ def _train(options: argparse.Namespace) -> int:
 def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
     from llama_core.chain import steps
     from llama_core.chain.chain import run_chain
-    from llama_core.chain.console import say
+    from llama_core.runs.console import say
     from training_infra.local import local_steps
 
     own = local_steps(config, options.run_dir, resume=options.resume, allow_data_change=options.allow_data_change)

@@ -23,10 +23,10 @@ from training_infra.lines import print_line, print_pieces
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from llama_core.chain.console import say
-    from llama_core.chain.conversation import ChatSession
     from llama_core.chain.downloads import fetch_weights
-    from llama_core.chain.generate import TextModel
+    from llama_core.evaluation.conversation import ChatSession
+    from llama_core.evaluation.generate import TextModel
+    from llama_core.runs.console import say
 
     if options.prompt is None and not options.chat:
         raise ConfigError("nothing to continue; give a text with --prompt, or converse with --chat")
@@ -99,8 +99,8 @@ GENERATE = Command(
 
 
 def _export_hf(options: argparse.Namespace) -> None:
-    from llama_core.chain.console import say
-    from llama_core.chain.export import export_run
+    from llama_core.runs.console import say
+    from llama_core.runs.export import export_run
 
     run = RunDirectory(options.run_dir)
     tell = partial(say, "export")

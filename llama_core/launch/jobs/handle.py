@@ -30,7 +30,7 @@ from llama_core.redaction import shell_word
 
 # Command lines, so that submitting needs no torch.
 WORKER = safe_python("-m", "llama_core.launch.rank.worker")
-EVALUATOR = safe_python("-m", "llama_core.chain.evaluator")
+EVALUATOR = safe_python("-m", "llama_core.evaluation.evaluator")
 PLANNER = safe_python("-m", "llama_core.chain.elastic")  # planning a run again is the chain's work
 
 LOOKING_SHARE = 0.05

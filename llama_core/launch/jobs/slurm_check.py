@@ -6,10 +6,9 @@ import socket
 import subprocess
 
 from llama_core.config.run import RunConfig
-from llama_core.errors import TrainingInfraError, did_you_mean
+from llama_core.errors import did_you_mean
 from llama_core.launch.jobs.slurm_request import refusal
 from llama_core.machine.validate import Findings
-from llama_core.planning.evaluation_plan import evaluating_device, evaluating_request, evaluation_plan
 
 _SLURM_COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 
@@ -83,13 +82,5 @@ def _problem(config: RunConfig, partitions: list[str]) -> str | None:
     if wanted is not None and wanted not in partitions:
         nearest = did_you_mean(wanted, partitions) or f"; choose one of {', '.join(partitions)}"
         return f"launch.slurm.partition={wanted!r} is not a partition here{nearest}"
-    if refused := refusal(config):
-        return f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes"
-    if not config.evaluation.is_asked_for:
-        return None
-    try:
-        shared = evaluation_plan(config, evaluating_device(config, beside_ranks=True))
-    except TrainingInfraError as error:
-        return str(error)
-    refused = refusal(evaluating_request(config, shared))
-    return refused and f"Slurm would refuse the evaluations: {refused}; change evaluation.partition or evaluation.gpus"
+    refused = refusal(config)
+    return refused and f"Slurm would refuse the job: {refused}; change launch.slurm or launch.nodes"

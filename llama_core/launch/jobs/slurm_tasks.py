@@ -11,6 +11,7 @@ from llama_core.launch.jobs.slurm_request import (
     comment_of,
     in_one_task,
     job_name,
+    refusal,
     slurm_executor,
     slurm_parameters,
     submission_environment,
@@ -80,4 +81,12 @@ def _array(job_id: str) -> str:
     return job_id.partition("_")[0]
 
 
-TASKS = TaskJobs(_submit, _states, ENDED, _cancel, poll_seconds=FIRST_POLL_SECONDS, files_seconds=FILES_SECONDS)
+TASKS = TaskJobs(
+    _submit,
+    _states,
+    ENDED,
+    _cancel,
+    poll_seconds=FIRST_POLL_SECONDS,
+    files_seconds=FILES_SECONDS,
+    refusal=refusal,
+)

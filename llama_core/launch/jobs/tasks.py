@@ -47,3 +47,6 @@ class TaskJobs:
     """Time between two looks at a job."""
     files_seconds: float
     """Time that files of a job may take to appear on this machine after its end."""
+    refusal: Callable[[RunConfig], str | None] = lambda config: None
+    """Return why a job that asks for what ``config`` says would be refused, without starting one; None if it would not
+    be, or if nobody can tell."""

@@ -1,0 +1,1 @@
+"""Tasks of lm-evaluation-harness: read from folders without executing anything, limited, and asked of our models."""
