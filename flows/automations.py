@@ -8,7 +8,7 @@ from prefect.automations import AutomationCore, EventTrigger, Posture, ResourceS
 from prefect.client.schemas.objects import StateType
 from prefect.events.actions import ChangeFlowRunState
 
-SILENCE_SECONDS = 300
+NO_HEARTBEAT_SECONDS = 300
 """Time without a heartbeat after which a flow run counts as lost: ten of the intervals in prefect.yaml, so that a
 server that was away for some minutes does not declare running flow runs lost."""
 
@@ -28,13 +28,13 @@ LOST_FLOW_RUNS = AutomationCore(
         after={_HEARTBEAT},
         expect={_HEARTBEAT, *(f"prefect.flow-run.{state}" for state in _ENDS)},
         threshold=1,
-        within=timedelta(seconds=SILENCE_SECONDS),
+        within=timedelta(seconds=NO_HEARTBEAT_SECONDS),
     ),
     actions=[
         ChangeFlowRunState(
             name="Crashed",
             state=StateType.CRASHED,
-            message=f"no heartbeat for {SILENCE_SECONDS} s; its job, if any, keeps running; attach to it with "
+            message=f"no heartbeat for {NO_HEARTBEAT_SECONDS} s; its job, if any, keeps running; attach to it with "
             "`prefect flow-run retry`",
         )
     ],

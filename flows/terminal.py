@@ -31,7 +31,7 @@ def train_through_the_flow(
         url = _start_server()
     else:
         check_server(url, _OWN_SERVER)
-    _silence_senders()
+    _quieten_senders()
     try:
         with refusals_in_a_line(url):
             report = train(config, run_dir=run_dir, resume=resume, allow_data_change=allow_data_change)
@@ -43,7 +43,7 @@ def train_through_the_flow(
     return report
 
 
-def _silence_senders() -> None:
+def _quieten_senders() -> None:
     """Print nothing if records reach the server late or not at all: the run goes on, and its lines are printed here."""
     logging.raiseExceptions = False  # else the sender of log records writes its errors to stderr
     for sender in ("APILogWorker", "EventsWorker"):

@@ -8,7 +8,7 @@ from llama_core.optimizers.traits import OptimizerType, State
 
 NORMALISED = OptimizerType(
     "normalised",
-    built_in="gathering_optimizer",
+    module="gathering_optimizer",
     states=(State("momentum"),),
     read_bytes=12,
     written_bytes=8,

@@ -36,9 +36,9 @@ def opened(run, settings):
     return EventFile(run.directory.tracker("outside") / settings.folder)
 
 ADAPTER = replace(LORA, name="outside")
-OBJECTIVE = replace(NEXT_TOKEN, name="outside", built_in="outside.loss")
+OBJECTIVE = replace(NEXT_TOKEN, name="outside", module="outside.loss")
 OPTIMIZER = OptimizerType(
-    "outside", built_in="outside.descent", states=(State("last"),), read_bytes=12, written_bytes=8, keys=()
+    "outside", module="outside.descent", states=(State("last"),), read_bytes=12, written_bytes=8, keys=()
 )
 SCHEDULE = replace(GPIPE, name="outside")
 TRACKER = TrackerType("outside", "Outside", settings=Settings, open=opened, where=lambda run, settings: "look outside")

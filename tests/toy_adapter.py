@@ -19,7 +19,7 @@ class FactorsJson(AdapterJson):
 
 FACTORS = AdapterType(
     "factors",
-    built_in="toy_adapter",
+    module="toy_adapter",
     program="toy_adapter",
     weights=(Weight("factors", "factors.weight", ("outputs",), "adapted", "ones", decayed=False),),
     json=FactorsJson,

@@ -6,7 +6,7 @@ from llama_core.launchers.traits import LauncherType
 
 DEPOT = LauncherType(
     "depot",
-    built_in="toy_launcher_jobs",
+    module="toy_launcher_jobs",
     title="the depot",
     has_queue=True,
     runs_tasks=True,

@@ -7,7 +7,7 @@ from llama_core.models.next_token import NextToken
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
 
-MASKED = ObjectiveType("masked", built_in="toy_objective", per_token=("mask",), unit="nats/kept token")
+MASKED = ObjectiveType("masked", module="toy_objective", per_token=("mask",), unit="nats/kept token")
 
 
 class Masked(NextToken):

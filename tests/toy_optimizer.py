@@ -11,7 +11,7 @@ from llama_core.training.local import LocalOptimizer
 
 SIGNUM = OptimizerType(
     "signum",
-    built_in="toy_optimizer",
+    module="toy_optimizer",
     states=(State("momentum"),),
     read_bytes=12,
     written_bytes=8,

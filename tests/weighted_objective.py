@@ -10,7 +10,7 @@ from llama_core.planning.program import ends
 from llama_core.planning.program.operations import FP32_BYTES, Size
 
 WEIGHTED = ObjectiveType(
-    "weighted", built_in="weighted_objective", program="weighted_objective", per_token=("mask",), unit="weighted nats"
+    "weighted", module="weighted_objective", program="weighted_objective", per_token=("mask",), unit="weighted nats"
 )
 
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from llama_core.config.names import keys_called
 from llama_core.config.run import config_keys
 from llama_core.errors import ask_for, did_you_mean, safe
-from training_infra.elsewhere import COMMANDS_ELSEWHERE, FLAGS_ELSEWHERE
 from training_infra.flags import Flag, group_of
+from training_infra.other_tools import COMMANDS_OF_OTHER_TOOLS, FLAGS_OF_OTHER_TOOLS
 
 _UNKNOWN_CHOICE = re.compile(r"argument (\S+): invalid choice: '([^']*)'")
 _WIDEST = 110
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         hint = ""
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0].partition("=")[0]
-            answer = FLAGS_ELSEWHERE.get(unknown)
+            answer = FLAGS_OF_OTHER_TOOLS.get(unknown)
             hint = f"; {answer}" if answer else self._suggestion(unknown)
         elif found := _UNKNOWN_CHOICE.match(message):
             message, hint = self._unknown_choice(message, *found.groups())
@@ -103,7 +103,7 @@ class Parser(argparse.ArgumentParser):
             return message, did_you_mean(name, map(str, known))
         commands = [command for rows in self.tables.values() for command, _ in rows]
         begun = [command for command in commands if name and command.startswith(name)]
-        answer = COMMANDS_ELSEWHERE.get(name)
+        answer = COMMANDS_OF_OTHER_TOOLS.get(name)
         hint = f"; {answer}" if answer else ask_for(begun) or did_you_mean(name, commands)
         return f"{name} is no command", hint or f"; see {self.prog} --help"
 

@@ -49,7 +49,7 @@ class _Run:
         self.is_to_be_killed = is_killed
         self.killed_after = self.resumed_after = 0
         self.log = self.directory.logs / "worker.log"
-        self.last_words = ""
+        self.last_line = ""
         self.began = time.monotonic()
         self.seconds: float | None = None
         """How long it took, once it has ended."""
@@ -107,7 +107,7 @@ class _Run:
 
     def stop(self) -> None:
         """Make a worker that still runs write its stacks, and kill it."""
-        self.last_words = last_line(self.log)
+        self.last_line = last_line(self.log)
         self.worker.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.worker.wait(DUMP_SECONDS)
@@ -134,7 +134,7 @@ class _Run:
         outcome = read_outcome(self.directory) if self.directory.outcome.exists() else None
         if outcome is None or outcome.status != "finished":
             ended = f"{outcome.status}: {outcome.reason}" if outcome else f"not ended: {_doing(self.directory)}"
-            raise RuntimeError(f"{ended}; its log ends: {self.last_words or last_line(self.log)}")
+            raise RuntimeError(f"{ended}; its log ends: {self.last_line or last_line(self.log)}")
         if self.is_to_be_killed:
             raise RuntimeError(f"it took all {STEPS} steps before it could be killed")
         rows = self.rows()

@@ -24,7 +24,7 @@ class DoraJson(LoraJson):
 
 DORA = AdapterType(
     "dora",
-    built_in="llama_core.models.dora",
+    module="llama_core.models.dora",
     program="llama_core.planning.program.dora",
     weights=(A, B, MAGNITUDE),
     json=DoraJson,

@@ -46,7 +46,7 @@ class LoraJson(AdapterJson):
 
 LORA = AdapterType(
     "lora",
-    built_in="llama_core.models.lora",
+    module="llama_core.models.lora",
     program="llama_core.planning.program.lora",
     weights=(A, B),
     json=LoraJson,

@@ -39,7 +39,7 @@ class AdapterType:
 
     name: str
     """Value of ``lora.method``."""
-    built_in: str
+    module: str
     """The module whose ``adapt`` makes the module of an adapted matrix, and whose ``merge`` makes it a plain matrix
     again; a string, so that planning needs no torch."""
     program: str

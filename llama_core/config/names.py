@@ -71,8 +71,8 @@ _NEAR = 0.75
 def keys_called(name: str, known: Iterable[str]) -> list[str]:
     """Return the keys that ``name`` means: by another name, or by their last word in whatever section."""
     word = _last(name).lower().replace("-", "_")
-    elsewhere = [key for key in known if _last(key) == word]
-    return elsewhere[:2] or [key for key, names in ALSO_CALLED.items() if word in names]
+    same_last_word = [key for key in known if _last(key) == word]
+    return same_last_word[:2] or [key for key, names in ALSO_CALLED.items() if word in names]
 
 
 def keys_meant(name: str, known: Iterable[str]) -> list[str]:

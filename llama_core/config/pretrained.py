@@ -80,9 +80,7 @@ def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
     if kind is None:
         return base | _tokenizer(folder)
     names = {**kind.json.settings, "target_modules": "target_modules"}
-    lora = {
-        ours: adapters[theirs] for theirs, ours in names.items() if isinstance(adapters.get(theirs), int | float | list)
-    }
+    lora = {ours: adapters[key] for key, ours in names.items() if isinstance(adapters.get(key), int | float | list)}
     has_experts = "moe" in PARTS[with_experts_of_folder(base).get("strategy", "standard")]
     strategy = "hybrid" if has_experts else "lora"
     return base | _tokenizer(folder) | {"strategy": strategy, "lora": lora | {"method": kind.name}}

@@ -312,7 +312,7 @@ def load_datasets(
             num_bytes = FP32_BYTES * sum(map(prod, shapes))
             note += f", and what it makes of them takes {format_bytes(num_bytes)} in the run's directory"
         statistics = replace(statistics, notes=(*statistics.notes, note))
-    about = import_module(objective.records.built_in).about(list(train.values()))
+    about = import_module(objective.records.module).about(list(train.values()))
     statistics = replace(statistics, notes=(*statistics.notes, *about))
     return Datasets(mixture, {name: rows for name, rows in validation.items() if len(rows)}, statistics)
 

@@ -279,7 +279,7 @@ def pack(
     selection: Selection, seq_len: int, *, document_mask: bool = True, reads: str = DOCUMENTS.name
 ) -> PackedDataset:
     """Return documents of a source as rows, as their kind of records wants it."""
-    kind: type[PackedDataset] = import_module(RECORD_KINDS.named(reads).built_in).rows_of(selection)
+    kind: type[PackedDataset] = import_module(RECORD_KINDS.named(reads).module).rows_of(selection)
     return kind(selection, seq_len, document_mask=document_mask)
 
 

@@ -79,7 +79,7 @@ def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": repository or base,
         "revision": Path(base).name if repository else None,
-        **{theirs: lora.resolved(ours) for theirs, ours in settings.items()},
+        **{peft_key: lora.resolved(ours) for peft_key, ours in settings.items()},
         "target_modules": list(lora.target_modules),
         **spelling.written,
         "inference_mode": True,
@@ -125,7 +125,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
     check_same_adapters(spec, _as_lora(kind, config, tensors, folder), folder)
     names = {peft_name(name): name for name in spec.adapter_shapes}
     check_shapes(
-        {theirs: spec.adapter_shapes[ours] for theirs, ours in names.items()},
+        {stored: spec.adapter_shapes[ours] for stored, ours in names.items()},
         {name: tensor.shape for name, tensor in tensors.items() if not name.endswith(_BASE)},
         wrong=f"the adapters in {folder} are not those of {spec.name}",
         remedy="choose the model they were trained over, or save them again",
@@ -133,7 +133,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
     for tensor in tensors.values():
         if tensor.dtype not in FLOAT_BYTES:
             raise WeightsError(f"{file} holds adapters in {tensor.dtype}; save them in one of {', '.join(FLOAT_BYTES)}")
-    return {ours: tensors[theirs] for theirs, ours in names.items()}
+    return {ours: tensors[stored] for stored, ours in names.items()}
 
 
 def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
@@ -152,13 +152,13 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
             f"{source} holds adapters, which only strategy=lora and hybrid train; use one, or merge them into their "
             "model (export-hf --merged, or PEFT's merge_and_unload)"
         )
-    theirs = _computed_by(given)
+    given_values = _computed_by(given)
     ours = _computed_by(spec.lora)
-    keys = ["method"] if given.kind is not spec.lora.kind else list(theirs)
-    different = [key for key in keys if theirs[key] != ours[key]]
+    keys = ["method"] if given.kind is not spec.lora.kind else list(given_values)
+    different = [key for key in keys if given_values[key] != ours[key]]
     if different:
-        values = ", ".join(f"{key}={theirs[key]} instead of {ours[key]}" for key in different)
-        settings = " ".join(f"lora.{key}={theirs[key]}" for key in different)
+        values = ", ".join(f"{key}={given_values[key]} instead of {ours[key]}" for key in different)
+        settings = " ".join(f"lora.{key}={given_values[key]}" for key in different)
         raise WeightsError(f"the adapters in {source} have {values}; set {settings}")
 
 
@@ -232,5 +232,5 @@ def _as_lora(kind: AdapterType, config: AdapterJson, tensors: dict[str, StoredTe
             )
     if not matrices:
         raise WeightsError(f"{folder / ADAPTER_CONFIG} names no target_modules; save the adapters again")
-    settings = {ours: getattr(config, theirs) for theirs, ours in kind.json.settings.items()}
+    settings = {ours: getattr(config, peft_key) for peft_key, ours in kind.json.settings.items()}
     return LoRA(method=kind.name, target_modules=tuple(matrices), **settings)

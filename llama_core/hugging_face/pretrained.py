@@ -167,20 +167,20 @@ def _check_full_model(spec: ModelSpec, source: Path) -> list[str]:
 
 
 def _check_adapters(spec: ModelSpec, checkpoint: Path) -> list[str]:
-    theirs = saved_run(checkpoint).spec
-    if theirs.lora is not None:
-        check_same_adapters(spec, theirs.lora, checkpoint)
-    lost = sorted((theirs.trained_in_full - spec.trained_in_full) | (theirs.adapted - spec.adapted))
+    source_spec = saved_run(checkpoint).spec
+    if source_spec.lora is not None:
+        check_same_adapters(spec, source_spec.lora, checkpoint)
+    lost = sorted((source_spec.trained_in_full - spec.trained_in_full) | (source_spec.adapted - spec.adapted))
     if lost:
         raise WeightsError(
             f"{checkpoint} has trained {len(lost)} weights, such as {lost[0]}, that this run would take from the "
             "frozen base; train them too (trainable, moe), or merge them first (export-hf --merged)"
         )
-    differences = _check_architecture(spec, theirs, checkpoint)
-    if theirs.lora is not None and spec.lora is not None and theirs.lora.base != spec.lora.base:
+    differences = _check_architecture(spec, source_spec, checkpoint)
+    if source_spec.lora is not None and spec.lora is not None and source_spec.lora.base != spec.lora.base:
         differences.append(
             f"lora.base is {spec.lora.base}, but the adapters in {checkpoint} were trained over matrices in "
-            f"{theirs.lora.base}; ignore this if it is intended"
+            f"{source_spec.lora.base}; ignore this if it is intended"
         )
     return differences
 
@@ -200,16 +200,16 @@ def _check_complete(checkpoint: Path) -> None:
         raise WeightsError(f"{checkpoint} is damaged ({error}); choose another checkpoint of its run") from None
 
 
-def _check_architecture(spec: ModelSpec, theirs: ModelSpec, source: Path) -> list[str]:
+def _check_architecture(spec: ModelSpec, source_spec: ModelSpec, source: Path) -> list[str]:
     """Refuse a run's model unless it has the shapes of ``spec``; return a sentence for each other difference."""
-    _check_fixed(spec, theirs, source)
-    check_weights(_as_dense_as(theirs, spec), hugging_face_shapes(theirs), source=str(source))
-    return _moved(spec, theirs, source)
+    _check_fixed(spec, source_spec, source)
+    check_weights(_as_dense_as(source_spec, spec), hugging_face_shapes(source_spec), source=str(source))
+    return _moved(spec, source_spec, source)
 
 
-def _as_dense_as(theirs: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
+def _as_dense_as(source_spec: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
     """Return ``spec``, without experts if the weights it starts from have none."""
-    return replace(spec, moe=None) if theirs is not None and theirs.moe is None else spec
+    return replace(spec, moe=None) if source_spec is not None and source_spec.moe is None else spec
 
 
 def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:
@@ -225,8 +225,8 @@ def names_beside_base(spec: ModelSpec, origin: Origin) -> frozenset[str]:
         return frozenset()
     if not is_checkpoint(origin.adapters):
         return frozenset(spec.adapter_shapes)
-    theirs = saved_run(origin.adapters).spec
-    return theirs.trained_in_full | theirs.adapter_shapes.keys()
+    source_spec = saved_run(origin.adapters).spec
+    return source_spec.trained_in_full | source_spec.adapter_shapes.keys()
 
 
 def is_checkpoint(source: Path) -> bool:
@@ -243,8 +243,8 @@ def has_own_head(folder: Path) -> bool:
         WeightsError: if the folder holds no model.
         ConfigError: if its ``config.json`` does not describe a Llama.
     """
-    theirs = _model_of(folder)
-    if theirs is None or not theirs.tied_embeddings:
+    source_spec = _model_of(folder)
+    if source_spec is None or not source_spec.tied_embeddings:
         return False
     tensors = read_tensors(folder)
     if not {HEAD, _EMBEDDING} <= tensors.keys():
@@ -292,19 +292,20 @@ def hugging_face_weights(
         raise WeightsError(f"training.init_from={str(folder)!r} {problem}")
     if (folder / _CONFIG).exists():
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
-    theirs = _model_of(folder)
-    spec = _as_dense_as(theirs, spec)
+    source_spec = _model_of(folder)
+    spec = _as_dense_as(source_spec, spec)
     tensors = join_quantised(read_tensors(folder, tell))
     if spec.moe:
         tensors = per_expert(tensors, spec)
     if spec.tied_embeddings and HEAD in tensors:
         tensors.setdefault(_EMBEDDING, tensors[HEAD])  # some software saves the one matrix under the head's name
-    if theirs is not None and theirs.tied_embeddings and HEAD in tensors:  # the files have both, whatever they share
-        theirs = replace(theirs, tied_embeddings=spec.tied_embeddings)
-    _check_fixed(spec, theirs, folder)
+    if source_spec is not None and source_spec.tied_embeddings and HEAD in tensors:
+        # the files have both, whatever config.json says they share
+        source_spec = replace(source_spec, tied_embeddings=spec.tied_embeddings)
+    _check_fixed(spec, source_spec, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored = {
-        name: tuple(tensors[theirs] for theirs in hugging_face_names(name, spec)) for name in spec.parameter_shapes
+        name: tuple(tensors[stored] for stored in hugging_face_names(name, spec)) for name in spec.parameter_shapes
     }
     for tensor in chain.from_iterable(stored.values()):
         if tensor.dtype not in FLOAT_BYTES and not isinstance(tensor, QuantisedTensor):
@@ -368,10 +369,10 @@ def _model_of(folder: Path) -> ModelSpec | None:
     return read_folder(str(folder)) if (folder / "config.json").exists() else None
 
 
-def _check_fixed(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> None:
-    for trait in _FIXED if theirs else ():
+def _check_fixed(spec: ModelSpec, source_spec: ModelSpec | None, source: Path) -> None:
+    for trait in _FIXED if source_spec else ():
         ours = getattr(spec, trait)
-        given = getattr(theirs, trait)
+        given = getattr(source_spec, trait)
         if ours != given:
             raise WeightsError(
                 f"the weights in {source} are not those of {spec.name}: {trait}={given} instead of {ours}; "
@@ -379,11 +380,11 @@ def _check_fixed(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> Non
             )
 
 
-def _moved(spec: ModelSpec, theirs: ModelSpec | None, source: Path) -> list[str]:
-    different = [trait for trait in _MOVABLE if theirs and getattr(theirs, trait) != getattr(spec, trait)]
+def _moved(spec: ModelSpec, source_spec: ModelSpec | None, source: Path) -> list[str]:
+    different = [trait for trait in _MOVABLE if source_spec and getattr(source_spec, trait) != getattr(spec, trait)]
     return [
         f"architecture.{trait} is {_said(getattr(spec, trait))}, but {source} was made for "
-        f"{_said(getattr(theirs, trait))}; ignore this if it is intended"
+        f"{_said(getattr(source_spec, trait))}; ignore this if it is intended"
         for trait in different
     ]
 

@@ -81,8 +81,8 @@ def read_tensors(folder: Path, tell: Callable[[str], None] = lambda note: None) 
     tensors = _read_headers([folder / name for name in listed])
     for name in placed.keys() - tensors.keys():
         raise WeightsError(f"{folder / placed[name]} does not hold {name}, which {INDEX} places there; {_AGAIN}")
-    if elsewhere := [name for name, tensor in tensors.items() if placed.get(name) != tensor.file.name]:
-        tell(f"{folder}: {_some(elsewhere)} read from another file than {INDEX} says")
+    if in_other_file := [name for name, tensor in tensors.items() if placed.get(name) != tensor.file.name]:
+        tell(f"{folder}: {_some(in_other_file)} read from another file than {INDEX} says")
     return tensors
 
 
@@ -140,8 +140,8 @@ def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str
             shape = (rows // len(_STACKED[part]), columns)
             for place, (expert, matrix) in enumerate(matrices):
                 start = tensor.start + place * math.prod(shape) * FLOAT_BYTES[tensor.dtype]
-                theirs = name_in_layer(f"feed_forward.experts.{matrix}.weight", spec.model_type)
-                cut[f"{layer}.{theirs.format(expert)}"] = replace(tensor, shape=shape, start=start)
+                template = name_in_layer(f"feed_forward.experts.{matrix}.weight", spec.model_type)
+                cut[f"{layer}.{template.format(expert)}"] = replace(tensor, shape=shape, start=start)
         else:
             cut[name] = tensor
     return cut

@@ -16,8 +16,8 @@ from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now, read_typed
 from llama_core.records.job import AttemptRecord, JobRecord, Outcome, OutcomeStatus
-from llama_core.records.last_words import write_last_words
 from llama_core.records.metrics import read_heartbeat, read_metrics
+from llama_core.records.reserve import write_even_on_full_disk
 
 
 def record_outcome(
@@ -184,7 +184,7 @@ def _record(
         "ended_at": ended_at,
     }
     outcome = Outcome(verdict.status, verdict.reason, step, verdict.next_action, ended_at, (*earlier, attempt))
-    write_last_words(run, run.outcome, outcome)
+    write_even_on_full_disk(run, run.outcome, outcome)
     return _placed(run, outcome)
 
 

@@ -90,7 +90,7 @@ def find_evidence(text: str, *, host: str, job: JobRecord | None) -> Evidence | 
         job: its job; None if it was started by hand.
     """
     other_nodes = LAUNCHERS.named(job.launcher).other_nodes if job else ""
-    elsewhere = (
+    on_other_nodes = (
         f"continue on other nodes: --resume --set {other_nodes.format(host=host)}"
         if other_nodes
         else f"look at the devices of {host} (nvidia-smi -q, dmesg), reset or replace the broken one, then --resume"
@@ -104,7 +104,7 @@ def find_evidence(text: str, *, host: str, job: JobRecord | None) -> Evidence | 
         "print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())' shows what this one is built for"
     )
     faults: tuple[tuple[re.Pattern[str], OutcomeStatus, str], ...] = (
-        (_BROKEN_DEVICE, "node-failure", elsewhere),
+        (_BROKEN_DEVICE, "node-failure", on_other_nodes),
         (_NO_CODE, "crashed", other_build),
         (_OUT_OF_MEMORY, "oom", LESS_MEMORY),
         (_BAD_ACCESS, "crashed", kernel),
@@ -174,7 +174,7 @@ def _of_culprit(ending: _Ending) -> Verdict | None:
     if culprit is None:
         return None
     if culprit.silent_seconds is not None:
-        return _of_silence(culprit.silent_seconds)
+        return _of_hang(culprit.silent_seconds)
     return _of_rank(ending.run, ending.job, culprit)
 
 
@@ -218,7 +218,7 @@ _EXPLANATIONS = (_of_culprit, _of_lost_ranks, _of_missing_rank, _of_ended_ranks)
 """What may explain the end of an attempt; the first that does counts."""
 
 
-def _of_silence(seconds: float) -> Verdict:
+def _of_hang(seconds: float) -> Verdict:
     return Verdict(
         "hang",
         f"no step was completed for {seconds:.0f} s; logs/rank-*.log end with where each rank was",
@@ -321,10 +321,10 @@ def _of_signal(rank: int, number: int) -> Verdict:
 
 
 def _of_vanished_rank(run: RunDirectory, job: JobRecord, rank: int) -> Verdict:
-    last_words = _last_line(end_of_log(run, rank))
-    if last_words.startswith(_ERROR):  # nothing but its log could be written, as on a read-only disk
+    last_line = _last_line(end_of_log(run, rank))
+    if last_line.startswith(_ERROR):  # nothing but its log could be written, as on a read-only disk
         return Verdict(
-            "crashed", last_words.removeprefix(_ERROR), "make sure that the disk can be written, then --resume"
+            "crashed", last_line.removeprefix(_ERROR), "make sure that the disk can be written, then --resume"
         )
     log = submission_log(run, job)
     evidence = _OUT_OF_MEMORY.search(log)

@@ -2,4 +2,4 @@
 
 from llama_core.launchers.traits import LauncherType
 
-LOCAL = LauncherType("local", built_in="llama_core.launch.jobs.local", title="this machine", is_here=True)
+LOCAL = LauncherType("local", module="llama_core.launch.jobs.local", title="this machine", is_here=True)

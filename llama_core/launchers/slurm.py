@@ -6,7 +6,7 @@ from llama_core.launchers.traits import LauncherType, ToldNotToStart
 
 SLURM = LauncherType(
     "slurm",
-    built_in="llama_core.launch.jobs.slurm",
+    module="llama_core.launch.jobs.slurm",
     title="Slurm",
     has_queue=True,
     can_requeue=True,

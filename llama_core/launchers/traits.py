@@ -19,7 +19,7 @@ class LauncherType:
 
     name: str
     """Value of ``launch.launcher``."""
-    built_in: str
+    module: str
     """The module whose ``LAUNCHER`` starts its jobs; a string, so that a configuration knows nothing of jobs."""
     title: str
     """What runs its jobs, as people say it: Slurm."""

@@ -49,5 +49,5 @@ class AdapterMethod(Protocol):
 
 def method_of(kind: AdapterType) -> AdapterMethod:
     """Return the functions of a kind of adapter."""
-    method: AdapterMethod = import_module(kind.built_in)
+    method: AdapterMethod = import_module(kind.module)
     return method

@@ -92,11 +92,11 @@ def cpu_attention_backward(  # noqa: PLR0917 - operators have positions
             grad_k_BKJH[row], grad_v_BKJH[row] = one.grad_kv
             del one  # so that the next row takes its memory
     else:
-        theirs = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *(grad_out_BNSH, q_BNSH, k_BKJH, v_BKJH, out_BNSH, lse_BNS, 0.0, causal), attn_mask=bias_B1SJ
         )
-        for ours, their in zip((grad_q_BNSH, grad_k_BKJH, grad_v_BKJH), theirs, strict=True):
-            ours.copy_(their)
+        for out, grad in zip((grad_q_BNSH, grad_k_BKJH, grad_v_BKJH), grads, strict=True):
+            out.copy_(grad)
     return grad_q_BNSH, grad_k_BKJH, grad_v_BKJH
 
 

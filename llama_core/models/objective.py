@@ -64,5 +64,5 @@ class ReferringObjective(Objective, Protocol):
 
 def build_objective(training: TrainingConfig) -> Objective:
     """Return the objective that ``training`` names."""
-    objective: Objective = import_module(OBJECTIVES.named(training.objective).built_in).build(training)
+    objective: Objective = import_module(OBJECTIVES.named(training.objective).module).build(training)
     return objective

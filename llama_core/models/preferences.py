@@ -115,8 +115,8 @@ class PreferenceObjective:
         measured = measured.flatten(1).sum(1)
         self._measured = measured if self._measured is None else self._measured + measured
         # a pair that begins on another rank is worth nothing here, but has its gradient
-        elsewhere = outcome.losses - outcome.losses.detach()
-        losses = torch.where(counts, outcome.losses, elsewhere)
+        without_gradient = outcome.losses - outcome.losses.detach()
+        losses = torch.where(counts, outcome.losses, without_gradient)
         return torch.where(exists, losses, 0).sum()
 
     def count(self, batch: Batch) -> Tensor:

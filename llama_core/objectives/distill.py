@@ -13,7 +13,7 @@ _LOST = "what the teacher makes of the data is computed once, before the first s
 
 DISTILL = ObjectiveType(
     "distill",
-    built_in="llama_core.models.distill",
+    module="llama_core.models.distill",
     program="llama_core.planning.program.distill",
     keys=("teacher", "distill_top_k", "distill_weight"),
     required=("teacher",),

@@ -19,7 +19,7 @@ _SHOWN = {"reward_margin": "margin {:.4f}", "reward_accuracy": "accuracy {:.1%}"
 
 DPO = ObjectiveType(
     "dpo",
-    built_in=_MODULE,
+    module=_MODULE,
     program=_PROGRAM,
     keys=("preference_beta", "label_smoothing"),
     per_token=(ANSWER, REFERENCE),
@@ -30,7 +30,7 @@ DPO = ObjectiveType(
 )
 IPO = ObjectiveType(
     "ipo",
-    built_in=_MODULE,
+    module=_MODULE,
     program=_PROGRAM,
     keys=("preference_beta",),
     per_token=(ANSWER, REFERENCE),
@@ -41,7 +41,7 @@ IPO = ObjectiveType(
 )
 SIMPO = ObjectiveType(
     "simpo",
-    built_in=_MODULE,
+    module=_MODULE,
     program=_PROGRAM,
     keys=("preference_beta", "simpo_gamma"),
     per_token=(ANSWER,),
@@ -51,7 +51,7 @@ SIMPO = ObjectiveType(
 )
 ORPO = ObjectiveType(
     "orpo",
-    built_in=_MODULE,
+    module=_MODULE,
     program=_PROGRAM,
     keys=("preference_beta",),
     per_token=(ANSWER,),
@@ -61,7 +61,7 @@ ORPO = ObjectiveType(
 )
 KTO = ObjectiveType(
     "kto",
-    built_in="llama_core.models.kto",
+    module="llama_core.models.kto",
     program=_PROGRAM,
     keys=("preference_beta", "desirable_weight", "undesirable_weight"),
     per_token=(ANSWER, REFERENCE, MISMATCH),

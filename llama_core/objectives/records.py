@@ -13,7 +13,7 @@ class RecordKind:
     """Value of an objective's ``reads``: the records in messages, in the plural."""
     one: str
     """One of them."""
-    built_in: str
+    module: str
     """The module that reads and packs them; a string, because a configuration names its objective without reading data.
 
     ``FORMATS`` are the formats by which records are recognised, the one that is made for them first. ``rows_of`` is how
@@ -27,14 +27,14 @@ class RecordKind:
     """Whether each answer is good or bad by itself, and is not compared with another one."""
 
 
-DOCUMENTS = RecordKind("documents", one="document", built_in="llama_core.data.records.documents")
+DOCUMENTS = RecordKind("documents", one="document", module="llama_core.data.records.documents")
 """Texts and conversations, also as token ids."""
-PAIRS = RecordKind("pairs", one="pair of answers", built_in="llama_core.data.records.pairs", holds_answers=True)
+PAIRS = RecordKind("pairs", one="pair of answers", module="llama_core.data.records.pairs", holds_answers=True)
 """Two answers to a prompt, one of which is better."""
 LABELLED_ANSWERS = RecordKind(
     "labelled answers",
     one="labelled answer",
-    built_in="llama_core.data.records.labelled_answers",
+    module="llama_core.data.records.labelled_answers",
     holds_answers=True,
     has_labels=True,
 )

@@ -29,7 +29,7 @@ class ObjectiveType:
 
     name: str
     """Value of ``training.objective``."""
-    built_in: str
+    module: str
     """The module whose ``build`` makes it; a string, so that planning needs no torch."""
     program: str = "llama_core.planning.program.ends"
     """The module whose ``Head`` says what the head and the loss do; default: next-token's, for a loss that is

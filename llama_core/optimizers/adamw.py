@@ -12,7 +12,7 @@ CHUNK_ELEMENTS = 2**21
 
 _FP32 = OptimizerType(
     "adamw",
-    built_in="llama_core.training.adamw",
+    module="llama_core.training.adamw",
     states=(State("exp_avg"), State("exp_avg_sq")),
     read_bytes=4 * WEIGHT_BYTES,  # the gradient, the weight and both moments
     written_bytes=3 * WEIGHT_BYTES,  # the weight and both moments

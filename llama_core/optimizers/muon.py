@@ -21,7 +21,7 @@ def flops(rows: int, columns: int) -> float:
 
 _FP32 = OptimizerType(
     "muon",
-    built_in="llama_core.training.muon",
+    module="llama_core.training.muon",
     states=(State("momentum_buffer"),),
     # the momentum and then the gradient take up a part of each other; the weight decays, and then takes the update
     read_bytes=7 * WEIGHT_BYTES,

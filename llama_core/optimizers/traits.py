@@ -48,7 +48,7 @@ class OptimizerType:
 
     name: str
     """Value of ``training.optimizer``."""
-    built_in: str
+    module: str
     """The module whose ``build`` makes it; a string, so that planning needs no torch."""
     states: tuple[State, ...]
     """What it keeps from step to step: held beside the weights, offloaded together, and saved in checkpoints."""

@@ -47,11 +47,11 @@ def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
             matrix.register_parameter("weight", nn.Parameter(weight))
     if "ep" in axes:
         for mixture in mixtures(model):
-            mixture.run_experts = partial(run_experts_elsewhere, group=mesh.get_group("ep"))
+            mixture.run_experts = partial(run_experts_on_other_ranks, group=mesh.get_group("ep"))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it needs the number of tokens that it gets
-def run_experts_elsewhere(
+def run_experts_on_other_ranks(
     experts: Experts, tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup
 ) -> Tensor:
     """Return the results of this rank's tokens, [T, D], from the ranks that hold their experts."""

@@ -22,7 +22,7 @@ def vocab_parallel_embedding(tokens_BS: Tensor, weight_VD: Tensor, group: dist.P
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
     num_rows = weight_VD.shape[0]
-    elsewhere_BS1 = (tokens_BS // num_rows != dist.get_rank(group))[..., None]
+    on_other_rank_BS1 = (tokens_BS // num_rows != dist.get_rank(group))[..., None]
     # other ranks' tokens may take any row; spread them out, because a row that many tokens share has a slow backward
     x_BSD = F.embedding(tokens_BS % num_rows, weight_VD)
-    return x_BSD.masked_fill(elsewhere_BS1, 0)
+    return x_BSD.masked_fill(on_other_rank_BS1, 0)

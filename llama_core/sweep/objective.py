@@ -143,10 +143,10 @@ def problems_of_training(objective: SweepObjective, compared: Iterable[str], bas
             f"grid: {', '.join(idle)} cannot change the {objective.name}, which ranks the elements; compare speeds "
             "with --objective throughput (objective: throughput), or leave it out"
         )
-    elsewhere = [key for key in compared if key in HELD_OUT]
-    if elsewhere and objective.metric in {"", LOSS}:  # questions of a task are the same whatever the model reads
+    changes_losses = [key for key in compared if key in HELD_OUT]
+    if changes_losses and objective.metric in {"", LOSS}:  # questions of a task are the same whatever the model reads
         losses = "held-out losses" if objective.kind == "loss" else "losses on data"
-        yield Problem(f"grid: with other {', '.join(elsewhere)}, {losses} cannot be compared; leave it out")
+        yield Problem(f"grid: with other {', '.join(changes_losses)}, {losses} cannot be compared; leave it out")
     if objective.kind == "score":
         yield from _problems_of_score(objective, base.evaluation)
     else:

@@ -25,7 +25,7 @@ def build_optimizer(model: nn.Module, training: TrainingConfig) -> Optimizer:
         TypeError: if its step does not heed ``grad_scale`` and ``found_inf``, by which the engine clips and skips
             without waiting for the device. torch's fused optimizers do.
     """
-    build = import_module(OPTIMIZERS.named(training.optimizer).built_in).build
+    build = import_module(OPTIMIZERS.named(training.optimizer).module).build
     optimizer: Optimizer = build(parameter_groups(model, training), training)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         raise TypeError(f"the step of {training.optimizer} has to heed grad_scale and found_inf, as fused ones do")

@@ -266,9 +266,9 @@ class _PerExpert:
         self._source = source
         self._shapes = spec.parameter_shapes
         self._places = {
-            theirs: (name, expert)
+            stored: (name, expert)
             for name in self._shapes
-            for expert, theirs in enumerate(hugging_face_names(name, spec))
+            for expert, stored in enumerate(hugging_face_names(name, spec))
         }
         self._held = torch.empty(0)
         self._name = ""
@@ -417,8 +417,8 @@ def _cut(whole: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor:
 
 def _copy(whole: Tensor, into: Tensor) -> None:
     rows = max(1, _COPIED_AT_ONCE * len(into) // max(1, into.numel()))
-    for ours, theirs in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
-        ours.copy_(theirs)
+    for part, source in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
+        part.copy_(source)
 
 
 def _map(file: Path) -> Tensor:

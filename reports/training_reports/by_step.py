@@ -482,7 +482,7 @@ def rewards(steps: pd.DataFrame) -> go.Figure:
 def _other_metrics_panel(contents: RunContents) -> Panel | None:
     """Return a panel of the metrics that no other panel draws, if there are some."""
     steps = contents.steps
-    names = [str(name) for name in steps if name not in _DRAWN_ELSEWHERE and _has(steps, str(name))]
+    names = [str(name) for name in steps if name not in _DRAWN_IN_OTHER_FIGURES and _has(steps, str(name))]
     if not names:
         return None
     drawn = names[:MAX_OTHER_METRICS]
@@ -515,7 +515,7 @@ def other_metrics(steps: pd.DataFrame, names: Sequence[str]) -> go.Figure:
 
 MAX_OTHER_METRICS = 6
 """How many metrics are drawn that have no panel of their own."""
-_DRAWN_ELSEWHERE = {field.name for field in fields(StepRecord)} | {
+_DRAWN_IN_OTHER_FIGURES = {field.name for field in fields(StepRecord)} | {
     "expert_load",
     "router_entropy",
     *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl"),

@@ -82,14 +82,14 @@ def test_an_unknown_optimizer_is_refused_with_the_names_of_the_known_ones():
 
 
 def test_the_first_pattern_that_fits_a_name_gives_its_rate_and_the_others_have_that_of_the_run():
-    rated = partial(OptimizerType, "rated", built_in="", states=(State("sum"),), read_bytes=12, written_bytes=8)
+    rated = partial(OptimizerType, "rated", module="", states=(State("sum"),), read_bytes=12, written_bytes=8)
     kind = rated(rates=(("*.attention_norm.*", 2.0), ("*norm.weight", 3.0)))
     names = ("layers.0.attention_norm.weight", "norm.weight", "output.weight")
     assert [kind.rate(name) for name in names] == [2.0, 3.0, 1.0]
 
 
 def test_an_optimizer_that_cannot_skip_a_step_on_the_device_is_refused(monkeypatch):
-    slow = OptimizerType("slow", built_in="toy_optimizer", states=(), read_bytes=8, written_bytes=4)
+    slow = OptimizerType("slow", module="toy_optimizer", states=(), read_bytes=8, written_bytes=4)
     monkeypatch.setitem(OPTIMIZERS, slow.name, slow)
     monkeypatch.setattr("toy_optimizer.build", lambda groups, training: torch.optim.SGD(groups, lr=0.1))
     with pytest.raises(TypeError, match="the step of slow has to heed grad_scale and found_inf"):

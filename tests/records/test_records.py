@@ -22,7 +22,6 @@ from llama_core.records.files import (
     remove_temporaries,
     write_json,
 )
-from llama_core.records.last_words import reserve_room, write_last_words
 from llama_core.records.metrics import (
     append_metrics,
     drop_metrics_after,
@@ -31,6 +30,7 @@ from llama_core.records.metrics import (
     set_aside,
     write_metrics_part,
 )
+from llama_core.records.reserve import reserve_room, write_even_on_full_disk
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_full_disk_is_named_and_leaves_room_for_the_last_words(disk_of):
     with pytest.raises(OSError, match=r"No space left on device: '\S+/_tail.jsonl'"):
         append_metrics(run, record(1))
     assert is_disk_full(full.value)
-    write_last_words(run, run.outcome, {"status": "crashed"})
+    write_even_on_full_disk(run, run.outcome, {"status": "crashed"})
     assert read_json(run.outcome) == {"status": "crashed"}
 
 

@@ -396,7 +396,7 @@ def without_nulls(values: dict[str, Any], tools: str) -> tuple[dict[str, Any], i
 
 def formats_of(reads: str) -> tuple[RecordFormat, ...]:
     """Return the formats of a kind of records, the one that is made for them first."""
-    formats: tuple[RecordFormat, ...] = import_module(RECORD_KINDS.named(reads).built_in).FORMATS
+    formats: tuple[RecordFormat, ...] = import_module(RECORD_KINDS.named(reads).module).FORMATS
     return formats
 
 
@@ -407,11 +407,11 @@ def what_is_missing(values: Mapping[str, Any], names: FieldNames) -> str:
         values: the record, or any values of the same types.
         names: what its source calls the fields.
     """
-    missing: str = import_module(RECORD_KINDS.named(names.reads).built_in).what_is_missing(values, names)
+    missing: str = import_module(RECORD_KINDS.named(names.reads).module).what_is_missing(values, names)
     return missing
 
 
 def choice_of_field(values: Mapping[str, Any], names: FieldNames) -> str:
     """Return which setting reads a record as a document, if it has no known format."""
-    choice: str = import_module(DOCUMENTS.built_in).choice_of_field(values, names)
+    choice: str = import_module(DOCUMENTS.module).choice_of_field(values, names)
     return choice

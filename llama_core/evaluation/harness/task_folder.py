@@ -300,7 +300,7 @@ def _of_dataset(value: Any) -> Found:
     if value is None or _is_one_of(value, READERS):
         return
     is_name = isinstance(value, str) and re.fullmatch(r"\w[\w-]*", value)
-    if (is_name and find_spec(f"datasets.packaged_modules.{value}") is not None) or _is_elsewhere(value):
+    if (is_name and find_spec(f"datasets.packaged_modules.{value}") is not None) or _is_outside_folder(value):
         yield f"dataset_path: {value}"
 
 
@@ -308,12 +308,12 @@ def _of_dataset_settings(value: Any) -> Found:
     for settings in _entries(value):
         for key, setting in settings.items():
             if key in {"data_files", "data_dir"}:
-                yield from (f"{key}: {path}" for path in _leaves(setting) if _is_elsewhere(path))
+                yield from (f"{key}: {path}" for path in _leaves(setting) if _is_outside_folder(path))
             elif key not in _PLAIN_OF_DATASET and setting not in (None, False):
                 yield f"dataset_kwargs.{key}"
 
 
-def _is_elsewhere(path: object) -> bool:
+def _is_outside_folder(path: object) -> bool:
     """Return whether a path is opened by a file system of fsspec that may do more than read: its kinds are many."""
     text = str(path)
     scheme, separator, _ = text.partition("://")

@@ -15,7 +15,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError, TrainingFailedError
 from llama_core.imports import safe_python
 from llama_core.launch.attempts import request_cancellation
-from llama_core.launch.jobs.silence import News, Silence
+from llama_core.launch.jobs.notices import SchedulerNotices, StallNotices
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.outcome import conclude
 from llama_core.launch.places import own_submission
@@ -141,9 +141,9 @@ class JobHandle(ABC):
         looked_at = time.monotonic()
         pause = self.log_seconds
         logs = LogFollower(self.run)
-        news = News(self.launcher.title)
+        news = SchedulerNotices(self.launcher.title)
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
-        silence = Silence(self.run, submitted, expected)
+        stall = StallNotices(self.run, submitted, expected)
         while True:
             running = self.is_running()  # asked first, so that the last step is still reported
             step = read_heartbeat(self.run)
@@ -164,7 +164,7 @@ class JobHandle(ABC):
                 pause = max(self.log_seconds, (looked_at - began) / LOOKING_SHARE)
             if not running:
                 return self._conclude()
-            if word := silence.line(newest, self.waits_for):
+            if word := stall.line(newest, self.waits_for):
                 on_waiting(word)
             time.sleep(self.poll_seconds)
 

@@ -80,7 +80,7 @@ def launcher_of(name: str) -> Launcher:
     Raises:
         ConfigError: if there is none of that name.
     """
-    launcher: Launcher = import_module(LAUNCHERS.named(name).built_in).LAUNCHER
+    launcher: Launcher = import_module(LAUNCHERS.named(name).module).LAUNCHER
     return launcher
 
 

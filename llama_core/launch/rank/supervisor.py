@@ -43,7 +43,7 @@ from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import cache_directory, now, read_typed
 from llama_core.records.job import JobRecord
-from llama_core.records.last_words import write_last_words
+from llama_core.records.reserve import write_even_on_full_disk
 
 if TYPE_CHECKING:  # a supervisor starts without the schema of the configuration
     from llama_core.config.settings import Device
@@ -266,7 +266,7 @@ class _Rank:
             host=own_host(),
         )
         path = exit_path(self.run_directory, job, restart, rank)
-        write_last_words(self.run_directory, path, rank_exit)
+        write_even_on_full_disk(self.run_directory, path, rank_exit)
         return rank_exit
 
     def _forward(self, number: int, frame: FrameType | None) -> None:

@@ -48,7 +48,7 @@ from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, remove_temporaries, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
-from llama_core.records.last_words import reserve_room
+from llama_core.records.reserve import reserve_room
 
 with importing_torch():
     import torch

@@ -8,7 +8,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import StepRecord
 from llama_core.units import format_duration
 
-FIRST_WORD_SECONDS = 180.0
+FIRST_NOTICE_SECONDS = 180.0
 """Silence after which the first line is due; the time between two lines then doubles."""
 LONGEST_PAUSE_SECONDS = 1800.0
 """Most seconds between two lines."""
@@ -16,7 +16,7 @@ USUAL_STEPS = 3
 """Silence that is still normal, in durations of the last step."""
 
 
-class News:
+class SchedulerNotices:
     """Gives a line whenever a job waits for something else, or its scheduler stops or begins to answer.
 
     Args:
@@ -47,7 +47,7 @@ class News:
             yield f"for {waits_for}" if waits_for else f"{self._title} has started the job"
 
 
-class Silence:
+class StallNotices:
     """Gives a line whenever a job has been silent for long: where the first rank is, and what to expect.
 
     Args:
@@ -65,7 +65,7 @@ class Silence:
         self._news_at: float | None = None
         self._has_looked = False
         self._queued = False
-        self._due = FIRST_WORD_SECONDS
+        self._due = FIRST_NOTICE_SECONDS
 
     def line(self, newest: StepRecord | None, waits_for: str) -> str | None:
         """Return the line that is due now, if any.
@@ -77,11 +77,11 @@ class Silence:
         now = self._clock + time.monotonic()  # nobody has been silent for an hour because a clock was set
         if self._queued and not waits_for:
             self._started = now
-            self._due = FIRST_WORD_SECONDS
+            self._due = FIRST_NOTICE_SECONDS
         self._queued = bool(waits_for)
         if newest is not None and newest != self._newest:
             self._newest = newest
-            self._due = max(FIRST_WORD_SECONDS, USUAL_STEPS * newest.step_seconds)
+            self._due = max(FIRST_NOTICE_SECONDS, USUAL_STEPS * newest.step_seconds)
             self._news_at = now if self._has_looked else min(now, newest.time)
         self._has_looked = True
         silent = now - (self._started if self._news_at is None or self._queued else self._news_at)

@@ -19,7 +19,7 @@ def reserve_room(run: RunDirectory) -> None:
             run.reserve.write_bytes(os.urandom(RESERVED_BYTES))  # zeros would take no room on some disks
 
 
-def write_last_words(run: RunDirectory, path: Path, record: object) -> None:
+def write_even_on_full_disk(run: RunDirectory, path: Path, record: object) -> None:
     """Write a record as ``write_json`` does; if the disk is full, in the room that was reserved."""
     try:
         write_json(path, record)
