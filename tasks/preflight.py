@@ -56,7 +56,7 @@ def validate_environment(run: RunDirectory) -> EnvironmentReport:
 @task(name="estimate-memory", cache_policy=NO_CACHE)
 def estimate_memory(run: RunDirectory) -> MemoryEstimate:
     """Return the memory estimate of a rank and show it as a table."""
-    estimate = steps.estimate(run)
+    estimate = steps.read_estimate(run)
     create_table_artifact(_profile_rows(estimate.profile), key="memory-estimate", description=estimate.summary())
     return estimate
 

@@ -39,7 +39,7 @@ def local_steps(
     return Steps(
         prepare=lambda: prepare_run(config, run_dir, resume=resume, allow_data_change=allow_data_change),
         validate=partial(steps.validate, saves=only != "benchmark"),
-        estimate=steps.estimate,
+        estimate=steps.read_estimate,
         rehearse=steps.rehearse,
         submit=partial(steps.submit, only=only),
         train=steps.follow,

@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.batch import batch_line
-from llama_core.chain.steps import estimate
+from llama_core.chain.steps import read_estimate
 from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
@@ -61,7 +61,7 @@ def describe(run: RunDirectory) -> tuple[str, int]:
 def asked_memory(run: RunDirectory) -> str:
     """Return how much memory the run's job asks for by default, and why; empty if it does not do so."""
     config = load_config(run)
-    return launcher_of(config.launch.launcher).asked_memory(config, estimate(run).host_bytes_to_ask_for)
+    return launcher_of(config.launch.launcher).asked_memory(config, read_estimate(run).host_bytes_to_ask_for)
 
 
 def say_environment(report: EnvironmentReport) -> None:

@@ -67,7 +67,7 @@ def validate(run: RunDirectory, *, saves: bool = True) -> EnvironmentReport:
     return report
 
 
-def estimate(run: RunDirectory) -> MemoryEstimate:
+def read_estimate(run: RunDirectory) -> MemoryEstimate:
     """Return the memory estimate of a rank, made when the run was prepared."""
     with intact(run.estimate):
         return MemoryEstimate.from_dict(read_json(run.estimate))
@@ -94,7 +94,7 @@ def rehearse(run: RunDirectory) -> "DryRunResult | None":
         return None
     write_json(run.dry_run, result.as_dict())
     try:
-        refuse_unfit(replace(estimate(run), profile=result.profile), config, "rehearsed")
+        refuse_unfit(replace(read_estimate(run), profile=result.profile), config, "rehearsed")
     except DoesNotFitError as error:
         record_refusal(run, str(error), "change the plan, or add --force")
         raise
@@ -182,7 +182,7 @@ def wait(
     return check_outcome(outcome)
 
 
-def benchmark(run: RunDirectory) -> BenchmarkRecord:
+def read_benchmark(run: RunDirectory) -> BenchmarkRecord:
     """Return the steps timed at the end of the run's job, in the same allocation."""
     return read_typed(run.benchmark, BenchmarkRecord)
 
@@ -224,7 +224,7 @@ def evaluate(run: RunDirectory) -> list[Score]:
 
 def timed_steps(run: RunDirectory) -> BenchmarkRecord | None:
     """Return the steps timed at the end of the run's job; None if the run times none."""
-    return benchmark(run) if load_config(run).benchmark.steps else None
+    return read_benchmark(run) if load_config(run).benchmark.steps else None
 
 
 def refuse_untimed(config: RunConfig) -> None:

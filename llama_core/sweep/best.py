@@ -40,7 +40,7 @@ def best_lines(sweep: SweepDirectory) -> Iterator[tuple[str, str]]:
         missing = f", {num_missing} of them not evaluated" if record.objective.kind == "score" and num_missing else ""
         yield "best", f"{_best(ranked, qualities, record)}; {num_done}{num_diverged}{missing}"
     else:
-        timed = {name: steps.benchmark(sweep.run(name)) for name in done}
+        timed = {name: steps.read_benchmark(sweep.run(name)) for name in done}
         ranked = sorted(timed, key=lambda name: -timed[name].tokens_per_second)
         yield "best", f"{_fastest(ranked, timed, record)}; {num_done}"
     settings = {element.name: element.settings for element in record.elements}

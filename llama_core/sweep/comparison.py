@@ -189,7 +189,7 @@ def _measured(sweep: SweepDirectory) -> list[ComparisonRow]:
         if element.skipped:
             rows.append(ComparisonRow(element.name, element.settings, "predicted", "does-not-fit", element.skipped))
         elif is_timed(run):
-            timed = chain_steps.benchmark(run)
+            timed = chain_steps.read_benchmark(run)
             rows.append(
                 ComparisonRow(
                     element.name,

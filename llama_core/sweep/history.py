@@ -165,7 +165,7 @@ def check_folder(folder: Path) -> None:
 def result_of(run: RunDirectory, source: str, element: str = "") -> Result:
     """Return the result of a run that has been timed."""
     config = load_config(run)
-    timed = steps.benchmark(run)
+    timed = steps.read_benchmark(run)
     return Result(
         source=source,
         element=element,

@@ -161,7 +161,7 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
         if not config.ranking.trains:
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())
-        steps.estimate(run)
+        steps.read_estimate(run)
     except _IMPOSSIBLE as error:
         return replace(record, skipped=str(error))
     return record
@@ -343,7 +343,7 @@ def _say_end(name: str, run: RunDirectory, outcome: Outcome) -> None:
         summary = steps.training_summary(run)
         result = "; ".join(filter(None, (_diverged(run, summary), summary.summary())))
     else:
-        result = steps.benchmark(run).summary()
+        result = steps.read_benchmark(run).summary()
     say("element", f"{name}: {result}")
 
 

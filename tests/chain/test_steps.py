@@ -547,7 +547,7 @@ def test_force_overrides_the_estimate_and_is_recorded():
     forced = RunConfig.from_mapping(BIG, ["launch.force=true"])
     run = prepare_run(forced)
     assert load_config(run).launch.force
-    assert not steps.estimate(run).fits
+    assert not steps.read_estimate(run).fits
 
 
 def test_a_run_rehearsed_not_to_fit_is_refused_and_frees_its_directory(tmp_path):
@@ -610,11 +610,12 @@ def test_every_warning_about_the_machine_is_printed(capsys, monkeypatch):
 
 def test_a_runs_estimate_follows_its_plan():
     run = prepare_run(config())
-    whole = steps.estimate(run)
+    whole = steps.read_estimate(run)
     assert json.loads(json.dumps(whole.as_dict())) == read_json(run.estimate)
     write_json(run.plan, read_json(run.plan) | {"microbatch_size": 1, "num_microbatches": 8})
     prepare_run(config(), run.path, resume=True)
-    assert steps.estimate(run).profile.phases["forward"]["activations"] < whole.profile.phases["forward"]["activations"]
+    half = steps.read_estimate(run)
+    assert half.profile.phases["forward"]["activations"] < whole.profile.phases["forward"]["activations"]
 
 
 def test_a_finished_run_is_not_started_again():

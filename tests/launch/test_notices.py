@@ -10,7 +10,7 @@ import pytest
 from launch_harness import FAKE_WORKER, step_record
 from waiting import eventually
 
-from llama_core.launch.jobs import silence, slurm
+from llama_core.launch.jobs import notices, slurm
 from llama_core.launch.jobs.slurm import SlurmJobHandle
 from llama_core.launch.jobs.submission import attach
 from llama_core.launch.outcome import read_outcome
@@ -40,7 +40,7 @@ def lines():
 
 @pytest.mark.wide
 def test_a_job_without_a_first_step_says_again_and_again_where_its_first_rank_is(submit, monkeypatch, lines):
-    monkeypatch.setattr(silence, "FIRST_NOTICE_SECONDS", 1.0)
+    monkeypatch.setattr(notices, "FIRST_NOTICE_SECONDS", 1.0)
     job = submit("hang")
     job.worker()
     record_activity(job.handle.run, "building the model")
@@ -53,19 +53,19 @@ def test_a_job_without_a_first_step_says_again_and_again_where_its_first_rank_is
 
 
 def told(run, *, newest=None, waits_for="", seconds=200.0):
-    return StallNotices(run, time.time() - seconds, lambda: "").line(newest, waits_for)
+    return notices.StallNotices(run, time.time() - seconds, lambda: "").line(newest, waits_for)
 
 
 def test_silence_is_broken_after_three_minutes_and_ever_less_often(run):
     assert told(run, seconds=170) is None
-    one = StallNotices(run, time.time() - 200, lambda: "")
+    one = notices.StallNotices(run, time.time() - 200, lambda: "")
     assert "starting Python and torch for 3 min 20 s" in one.line(None, "")
     assert one.line(None, "") is None
 
 
 def test_nobody_is_silent_because_a_clock_was_set(run, monkeypatch):
     """Neither the clock of who waits, nor that of the first rank."""
-    follower, read = StallNotices(run, time.time(), lambda: ""), time.time
+    follower, read = notices.StallNotices(run, time.time(), lambda: ""), time.time
     assert follower.line(None, "") is None
     monkeypatch.setattr(time, "time", lambda: read() + 3600)
     assert follower.line(None, "") is None

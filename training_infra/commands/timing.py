@@ -71,7 +71,7 @@ def _time_steps(options: argparse.Namespace) -> None:
         run = run_chain(local_steps(config, options.run_dir, resume=options.resume, only="benchmark"))
         judgement = remember_run(run)
     if options.json:
-        print_json({"run_dir": str(run.path)} | asdict(steps.benchmark(run)) | {"history": asdict(judgement)})
+        print_json({"run_dir": str(run.path)} | asdict(steps.read_benchmark(run)) | {"history": asdict(judgement)})
     if options.fail_on_regression:
         refuse_regressions(judgement)
 
