@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from llama_core.config.hugging_face import absolute_path, folder_name, is_folder, read_folder
+from llama_core.config.hugging_face.reading import absolute_path, folder_name, is_folder, read_folder
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, NormPlacement, NormWidth, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llama_core.config.section import Key, Section

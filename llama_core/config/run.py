@@ -43,7 +43,7 @@ from llama_core.config.contradictions import (
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.files import read_yaml
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, fewest_nodes, gpu_spec
-from llama_core.config.hugging_face import is_folder
+from llama_core.config.hugging_face.reading import is_folder
 from llama_core.config.models import BaseShape, ModelSpec
 from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides
 from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights

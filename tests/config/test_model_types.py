@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import pytest
 
-from llama_core.config.hugging_face import config_json, read_folder
+from llama_core.config.hugging_face.reading import read_folder
+from llama_core.config.hugging_face.writing import config_json
 from llama_core.config.model_types import MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
 from llama_core.config.models import BaseShape, ModelSpec, hugging_face_name
 from llama_core.config.rope import Llama3Scaling

@@ -24,7 +24,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from whole_logits import logits_of_documents
 
-from llama_core.config.hugging_face import config_json, read_folder
+from llama_core.config.hugging_face.reading import read_folder
+from llama_core.config.hugging_face.writing import config_json
 from llama_core.config.models import hugging_face_name, model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import WeightsError

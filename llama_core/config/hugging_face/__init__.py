@@ -1,0 +1,7 @@
+"""The ``config.json`` of a Hugging Face folder: the architecture of a Llama or of a relative, read and written.
+
+* ``reading``: is this a folder, and which architecture does it describe?
+* ``writing``: which ``config.json`` describes this architecture?
+* ``families``: the keys that each type of models has, one class each, which both of them ask
+* ``rope``: the keys of the rotary embedding, likewise
+"""
