@@ -18,7 +18,8 @@ import torch
 from plotly.subplots import make_subplots
 
 from benchmarks.pages import draw, rewrite
-from llama_core.config.models import BaseShape, ModelSpec, model_spec
+from llama_core.config.model_spec import BaseShape
+from llama_core.config.models import ModelSpec, model_spec
 from llama_core.config.run import TrainingConfig
 from llama_core.config.settings import DataConfig
 from llama_core.data.datasets import BatchStream, load_datasets

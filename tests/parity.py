@@ -11,7 +11,8 @@ from architectures import with_every_trait
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llama_core.config.models import model_spec, weight_of
+from llama_core.config.model_weights import weight_of
+from llama_core.config.models import model_spec
 from llama_core.config.rope import YarnScaling
 from llama_core.config.run import TrainingConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA, MoE

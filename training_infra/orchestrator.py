@@ -11,6 +11,7 @@ from llama_core.chain.loader import refuse_started_ranks, run_loader_chain
 from llama_core.chain.planned import plan_anywhere, plan_for_gpu
 from llama_core.chain.preview import preview
 from llama_core.config.overrides import Override
+from llama_core.config.parameter_counts import counts_in_words
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.machine.validate import EnvironmentReport
@@ -116,7 +117,7 @@ class LlamaTrainingOrchestrator:
         planned = plan_anywhere(self.config)
         say("model", f"{self.config.model_in_words}, {self.config.spec.num_parameters:,} parameters")
         if self.config.spec.lora:
-            say("weights", self.config.spec.parameter_counts)
+            say("weights", counts_in_words(self.config.spec))
         for choice in planned.choices:
             say("default", in_python(choice))
         say("plan", planned.plan.summary())

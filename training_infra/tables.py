@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, get_args
 
+from llama_core.config.parameter_counts import counts_in_words
 from llama_core.planning.memory.profile import STATES, Category, MemoryProfile, Phase
 from llama_core.planning.time.cost import Cost
 from llama_core.units import GIB, counted, format_bytes, format_count, format_duration
@@ -33,7 +34,7 @@ def print_plan(planned: "PlannedRun") -> None:
         f"{config.model_in_words}: {num_parameters} parameters, sequence length {config.seq_len}, {batch}{largest}"
     )
     if config.spec.lora:
-        print_line(f"weights: {config.spec.parameter_counts}")
+        print_line(f"weights: {counts_in_words(config.spec)}")
     for choice in planned.choices:
         print_line(f"default: {choice}")
     print_line(f"plan: {plan.summary()}")

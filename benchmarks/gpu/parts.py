@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.bench import Bench, Row
 from llama_core.attention import DocumentAttention
 from llama_core.config.hardware import DeviceSpec
+from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import StageCompute
@@ -202,7 +203,7 @@ def predicted_ms(
         ENDS: ends,
     }
     of_step = {part: plan.num_microbatches * spent for part, spent in seconds.items()}
-    of_step[ADAMW] = compute.optimizer(config.spec.trained)
+    of_step[ADAMW] = compute.optimizer(trained_parameters(config.spec))
     of_step[WHOLE] = sum(of_step.values())
     return {part: 1e3 * spent for part, spent in of_step.items()}
 

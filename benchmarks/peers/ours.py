@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers.turns import WEIGHTS, Step, serve
-from llama_core.config.models import adapter_weight, hugging_face_name
+from llama_core.config.model_weights import adapter_weight, hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.hugging_face.peft import peft_name
 from llama_core.models.batch import Batch

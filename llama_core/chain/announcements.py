@@ -8,6 +8,7 @@ from typing import Any
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.chain.batch import batch_line
 from llama_core.chain.steps import read_estimate
+from llama_core.config.parameter_counts import counts_in_words
 from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
@@ -140,7 +141,7 @@ def say_weights(run: RunDirectory) -> None:
     elif config.training.init_from is not None:
         say("weights", f"of {config.training.init_from}{_continued_as(config)}")
     if config.spec.lora:
-        say("weights", config.spec.parameter_counts)
+        say("weights", counts_in_words(config.spec))
     for key, value in config.fine_tuning_defaults.items():
         say("default", f"training.{key}={value:g} (fine-tuning)")
 

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from llama_core.config.hardware import gpu_spec
-from llama_core.config.models import ModelSpec, matches
+from llama_core.config.model_weights import matches
+from llama_core.config.models import ModelSpec
 from llama_core.config.section import Section
 from llama_core.config.settings import (
     DATALOADER,
@@ -79,7 +80,7 @@ def misfits_of_adapters(spec: ModelSpec, lora: LoRA, trainable: Sequence[str]) -
         yield Problem(text, keys=("lora", *_ADAPTED))
     names = spec.parameter_shapes
     for pattern in trainable:
-        if not any(matches(name, pattern, spec) for name in names):
+        if not any(matches(name, pattern, spec.model_type) for name in names):
             examples = [name for name in names if name.startswith("layers.0.") or not name.startswith("layers.")]
             text = f" matches no weight of {spec.name}; weights are {', '.join(examples)}"
             yield _wrong("trainable", repr(pattern), text, *_ADAPTED)

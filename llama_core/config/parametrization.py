@@ -26,7 +26,8 @@ Source: Dey et al. 2025, arXiv:2505.01618, table 1 with alpha = 1; Yang et al. 2
 
 from typing import NamedTuple
 
-from llama_core.config.models import EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT, ModelSpec, weight_of
+from llama_core.config.model_weights import EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT, weight_of
+from llama_core.config.models import ModelSpec
 from llama_core.weights import Weight
 
 

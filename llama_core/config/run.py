@@ -44,8 +44,10 @@ from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.files import read_yaml
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, fewest_nodes, gpu_spec
 from llama_core.config.hugging_face.reading import is_folder
-from llama_core.config.models import BaseShape, ModelSpec
+from llama_core.config.model_spec import BaseShape
+from llama_core.config.models import ModelSpec
 from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides
+from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.settings import (
@@ -397,7 +399,7 @@ class RunConfig(Section):
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint: the trained weights and the optimizer's states."""
-        return round(self.optimizer.saved_for(self.spec.trained))
+        return round(self.optimizer.saved_for(trained_parameters(self.spec)))
 
     @property
     def most_checkpoints(self) -> int:

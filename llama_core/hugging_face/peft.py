@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from llama_core.adapters.lora import LORA
 from llama_core.adapters.registry import adapter_of_json
 from llama_core.adapters.traits import AdapterJson, AdapterType
-from llama_core.config.models import ModelSpec, adapter_weight, hugging_face_name
+from llama_core.config.model_weights import adapter_weight, hugging_face_name
+from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import TARGETS, LoRA, adaptable
 from llama_core.errors import WeightsError, as_clause
 from llama_core.hub import at_revision, folder_of, repository_in_cache

@@ -6,7 +6,8 @@ from itertools import chain
 from pathlib import Path
 
 from llama_core.config.hugging_face.reading import read_folder
-from llama_core.config.models import ModelSpec, hugging_face_name
+from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.models import ModelSpec
 from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError

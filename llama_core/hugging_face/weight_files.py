@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llama_core.config.models import ModelSpec, name_in_layer
+from llama_core.config.model_weights import name_in_layer
+from llama_core.config.models import ModelSpec
 from llama_core.errors import WeightsError
 from llama_core.records.files import DAMAGE, open_file, read_file
 

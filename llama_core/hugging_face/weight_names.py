@@ -6,7 +6,8 @@ hold the matrices of each expert apart, which are one tensor here.
 
 from collections.abc import Callable, Mapping
 
-from llama_core.config.models import ModelSpec, hugging_face_name
+from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.models import ModelSpec
 from llama_core.errors import WeightsError
 
 HEAD = "lm_head.weight"

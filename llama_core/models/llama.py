@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from llama_core.config.models import ModelSpec, adapter_weight, weight_of
+from llama_core.config.model_weights import adapter_weight, weight_of
+from llama_core.config.models import ModelSpec
 from llama_core.config.parametrization import factors_of
 from llama_core.models import nf4, pissa
 from llama_core.models.adapters import method_of

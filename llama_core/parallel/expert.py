@@ -20,7 +20,7 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from llama_core.config.models import weight_of
+from llama_core.config.model_weights import weight_of
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
 from llama_core.models.moe import ExpertLinear, Experts, mixtures, rearrange

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from llama_core.config.models import is_of_experts, weight_of
+from llama_core.config.model_weights import is_of_experts, weight_of
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
@@ -92,7 +92,9 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
     parallelize_module(model, mesh, tensor_parallel_styles(model, sequence_parallel=sequence_parallel))
     for name, parameter in model.named_parameters():  # these are new ones
         if not isinstance(parameter, DTensor):
-            raise NotImplementedError(f"{name} is not divided: it has no row among the weights in config/models.py")
+            raise NotImplementedError(
+                f"{name} is not divided: it has no row among the weights in config/model_weights.py"
+            )
         parameter.requires_grad_(name not in frozen)
     model.sequence_shards = mesh.size() if sequence_parallel else 1
     model.head_inputs = partial(_divided_head, mesh, _stream(sequence_parallel=sequence_parallel))

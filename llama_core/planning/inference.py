@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameter_counts import num_parameters_of
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.ends import loss_chunk_tokens
@@ -94,4 +95,4 @@ def weight_bytes(spec: ModelSpec, plan: ParallelPlan, itemsize: int) -> int:
 
 
 def _weight_bytes(spec: ModelSpec, tp: int, layers: range, itemsize: int) -> int:
-    return spec.num_parameters_of(layers) * itemsize // tp
+    return num_parameters_of(spec, layers) * itemsize // tp

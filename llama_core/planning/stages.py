@@ -4,6 +4,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameter_counts import active_parameters
 
 
 @lru_cache(maxsize=1024)
@@ -19,7 +20,7 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
     tables[-1] += spec.embedding_parameters
     starts = _starts_for_equal_layers(spec.num_layers, spec.layer_parameters, tables)
     if spec.num_sparse_layers not in {0, spec.num_layers}:
-        sizes = [spec.active_parameters(layer) for layer in range(spec.num_layers)]
+        sizes = [active_parameters(spec, layer) for layer in range(spec.num_layers)]
         _even_out(starts, sizes, tables)
     return tuple(map(range, starts, starts[1:]))
 

@@ -9,6 +9,7 @@ from typing import Self
 
 from llama_core.attention import DocumentAttention, Kernel
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameter_counts import trained_matrices
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
@@ -214,8 +215,9 @@ class Work:
             of_experts: only those of the experts that one of the ranks has that divide them; otherwise only the others.
         """
         layers = self.plan.stage_layers(self.spec)
+        of_layers = trained_matrices(self.spec)
         for stage in self.plan.layout.stages_of(pp_rank):
-            for shape in chain.from_iterable(self.spec.trained_matrices[layers[stage].start : layers[stage].stop]):
+            for shape in chain.from_iterable(of_layers[layers[stage].start : layers[stage].stop]):
                 *experts, rows, columns = shape
                 if experts and of_experts:
                     yield from repeat((rows, columns), experts[0] // self.plan.ep)

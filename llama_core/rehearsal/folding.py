@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from llama_core.config.models import LayerTraits, ModelSpec
+from llama_core.config.model_spec import LayerTraits
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import RecomputeMode
 from llama_core.models.layers import local_part
 from llama_core.models.llama import Llama

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from llama_core.config.models import is_decayed
+from llama_core.config.model_weights import is_decayed
 from llama_core.config.parametrization import ParametrizationFactors, factors_of
 from llama_core.config.settings import TrainingConfig
 from llama_core.models.llama import Llama

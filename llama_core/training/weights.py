@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llama_core.config.models import ModelSpec, adapter_weight, matrix_name, weight_of
+from llama_core.config.model_weights import adapter_weight, matrix_name, weight_of
+from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING, LoRA
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.hugging_face.peft import ADAPTERS, adapter_weights, peft_name

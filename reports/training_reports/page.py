@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from llama_core.chain.batch import batch_line, global_batch
+from llama_core.config.parameter_counts import counts_in_words
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER
 from llama_core.errors import RunDirectoryError
@@ -118,7 +119,7 @@ def _parameters(contents: RunContents) -> str | None:
         return None
     spec = contents.run_config.spec
     whole = format_count(spec.num_parameters)
-    return f"{whole} ({spec.parameter_counts})" if spec.lora else whole
+    return f"{whole} ({counts_in_words(spec)})" if spec.lora else whole
 
 
 def _tokenizer(contents: RunContents) -> str | None:

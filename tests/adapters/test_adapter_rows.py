@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from toy_adapter import FACTORS
 
 from llama_core.adapters.registry import ADAPTERS, DEFAULT_ADAPTER
-from llama_core.config.models import adapter_weight, is_decayed, matrix_name
+from llama_core.config.model_weights import adapter_weight, is_decayed, matrix_name
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.strategy import EMBEDDING, HEAD, MATRICES, LoRA, adaptable
 from llama_core.errors import ConfigError

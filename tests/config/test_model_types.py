@@ -7,8 +7,10 @@ import pytest
 
 from llama_core.config.hugging_face.reading import read_folder
 from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.model_spec import BaseShape
 from llama_core.config.model_types import MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
-from llama_core.config.models import BaseShape, ModelSpec, hugging_face_name
+from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.models import ModelSpec
 from llama_core.config.rope import Llama3Scaling
 from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError

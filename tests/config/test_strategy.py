@@ -67,16 +67,6 @@ def test_every_second_layer_begins_with_the_second():
     assert [layer for layer in range(6) if moe.is_sparse(layer)] == [1, 3, 5]
 
 
-def test_a_token_costs_six_flops_per_active_matrix_parameter_and_four_if_it_is_frozen():
-    dense = model_spec("llama3_8b")
-    sparse, adapted = replace(dense, moe=MoE()), replace(dense, lora=LoRA(target_modules=MATRICES))
-    norms = (2 * dense.num_layers + 1) * dense.hidden_size
-    assert dense.matmul_flops_per_token == 6 * dense.num_matmul_parameters
-    assert sparse.matmul_flops_per_token == 6 * (sparse.num_active_parameters - dense.embedding_parameters - norms)
-    trained = 6 * adapted.num_trainable_parameters
-    assert adapted.matmul_flops_per_token == 4 * dense.num_matmul_parameters + trained
-
-
 def test_a_strategy_is_configured_in_its_own_section():
     lora = RunConfig.from_mapping({"strategy": "lora", "lora": {"lora_rank": 64, "target_modules": ["q_proj"]}})
     moe = RunConfig.from_mapping({"strategy": "moe", "moe": {"num_experts": 16, "moe_layers": [4, 8]}})

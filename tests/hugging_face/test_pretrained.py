@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from llama_core.config.hugging_face.writing import config_json
-from llama_core.config.models import hugging_face_name
+from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError

@@ -26,7 +26,8 @@ from whole_logits import logits_of_documents
 
 from llama_core.config.hugging_face.reading import read_folder
 from llama_core.config.hugging_face.writing import config_json
-from llama_core.config.models import hugging_face_name, model_names, model_spec
+from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.models import model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.weight_names import check_weights

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from whole_logits import logits_of_documents
 
 from llama_core.config.models import model_names, model_spec
+from llama_core.config.parameter_counts import num_parameters_of
 from llama_core.config.strategy import LoRA, MoE
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama, build_llama, initialize_parameter, initialize_weights, with_adapters
@@ -129,7 +130,7 @@ def test_a_part_has_as_many_parameters_as_the_spec_states(spec):
     for layers in (range(1), range(1, 2), range(1, 3), range(3)):
         with torch.device("meta"):
             part = with_adapters(Llama(spec, layers=layers))
-        assert sum(parameter.numel() for parameter in part.parameters()) == spec.num_parameters_of(layers)
+        assert sum(parameter.numel() for parameter in part.parameters()) == num_parameters_of(spec, layers)
 
 
 def test_initial_weights_have_the_stated_moments_and_cut():

@@ -11,6 +11,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.models.layers import rotation
 from llama_core.models.llama import Llama
+from llama_core.planning.time.matmul_flops import layer_matmul_parameters
 
 SPEC = ModelSpec("small", "llama", 24, 3, 4, 2, 8, 40, 32, 1e4, 1e-5, 64, 64)
 ROWS, LENGTH = 2, 7
@@ -123,7 +124,7 @@ def test_every_norm_counts_as_many_parameters_as_what_it_normalises_is_wide(norm
     spec = replace(SPEC, norms=norms, **WIDTHS[width])
     with torch.device("meta"):
         built = sum(parameter.numel() for parameter in Llama(spec).parameters())
-    matrices = 2 * SPEC.embedding_parameters + SPEC.num_layers * SPEC.layer_matmul_parameters
+    matrices = 2 * SPEC.embedding_parameters + SPEC.num_layers * layer_matmul_parameters(SPEC)
     of_blocks = SPEC.num_layers * (NORMS_OF_BLOCK[norms] * SPEC.hidden_size + of_heads)
     assert spec.num_parameters == built == matrices + of_blocks + SPEC.hidden_size
 

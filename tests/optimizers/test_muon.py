@@ -6,6 +6,7 @@ from parity import ADAPTED, DORA, HYBRID, SPARSE, TIED, largest_differences
 from tiers import cases
 from torch import nn
 
+from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.run import RunConfig, TrainingConfig
 from llama_core.optimizers import assignment
 from llama_core.optimizers.muon import MUON
@@ -138,7 +139,7 @@ def _small_rounds():
 
 def test_a_run_with_muon_holds_four_bytes_per_parameter_of_its_matrices():
     config = RunConfig.from_mapping({"model": "llama3_8b"}, ["training.optimizer=muon"])
-    matrices, others = config.spec.trained
+    matrices, others = trained_parameters(config.spec)
     assert others == 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
     assert config.checkpoint_bytes == 8 * matrices + 12 * others
-    assert MUON.states_of(config.spec.trained) == 4 * matrices + 8 * others
+    assert MUON.states_of(trained_parameters(config.spec)) == 4 * matrices + 8 * others

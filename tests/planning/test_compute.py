@@ -8,6 +8,7 @@ from llama_core.optimizers.traits import Trained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES, StageCompute
 from llama_core.planning.time.kernels import FP8_ROUNDING_BYTES, HALF_RATE_DIM
+from llama_core.planning.time.matmul_flops import layer_matmul_parameters
 from llama_core.planning.work import Work
 
 SPEC = model_spec("llama2_7b")  # all sides of its matrices are at least 4096, and so are its tokens here
@@ -77,7 +78,7 @@ def test_rows_without_documents_are_faster_where_torch_prefers_cudnn():
 
 def test_weights_that_are_cast_once_an_update_are_not_cast_in_the_layers():
     each, once = (compute(ENDLESS_FLOPS, ParallelPlan(num_microbatches=count)) for count in (1, 2))
-    weights = SPEC.layer_matmul_parameters
+    weights = layer_matmul_parameters(SPEC)
     in_layers = (
         each.layer("none").forward - once.layer("none").forward,
         each.optimizer(Trained(0, 0)),
@@ -169,7 +170,7 @@ def test_fp8_halves_the_time_of_a_layers_products_and_of_nothing_else():
 def test_rounding_to_fp8_reads_every_operand_of_every_product():
     usual, fast = (compute(replace(H100, bf16_flops=1e30, fp8_flops=1e30), precision=p) for p in ("bf16", "fp8"))
     added = [ours - theirs for ours, theirs in zip(fast.layer("none"), usual.layer("none"), strict=True)]
-    hidden, ffn, weights = SPEC.hidden_size, SPEC.ffn_size, SPEC.layer_matmul_parameters
+    hidden, ffn, weights = SPEC.hidden_size, SPEC.ffn_size, layer_matmul_parameters(SPEC)
     given, returned = SEQ_LEN * (6 * hidden + ffn), SEQ_LEN * (5 * hidden + 2 * ffn)
     speed = H100.memory_bandwidth * MEMORY_SHARE
     assert added[0] == pytest.approx(FP8_ROUNDING_BYTES[False] * (given + weights) / speed)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_core.config.models import model_spec
+from llama_core.config.parameter_counts import active_parameters
 from llama_core.config.strategy import MoE
 from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan
@@ -53,7 +54,8 @@ def test_stages_are_even_in_what_a_token_uses_wherever_the_experts_are(pp, num_l
     def heavier(stage, left, right):  # of two neighbours
         ends = spec.embedding_parameters * (stage == 0), spec.embedding_parameters * (stage == pp - 2)
         return max(
-            end + sum(map(spec.active_parameters, layers)) for end, layers in zip(ends, (left, right), strict=True)
+            end + sum(active_parameters(spec, layer) for layer in layers)
+            for end, layers in zip(ends, (left, right), strict=True)
         )
 
     stages = [list(layers) for layers in ParallelPlan(pp=pp).stage_layers(spec)]

@@ -33,7 +33,7 @@ from test_weights import (
 )
 from transformers import LlamaForCausalLM
 
-from llama_core.config.models import hugging_face_name
+from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained

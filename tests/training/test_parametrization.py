@@ -7,7 +7,8 @@ import torch
 from parity import TIED, TRAINING, UNTIED, largest_differences, own_microbatches
 from tiers import nightly
 
-from llama_core.config.models import BaseShape, weight_of
+from llama_core.config.model_spec import BaseShape
+from llama_core.config.model_weights import weight_of
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.parallel.apply import ParallelModel

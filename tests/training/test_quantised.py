@@ -12,7 +12,7 @@ from test_weights import filled, lively, logits_of_transformers, save_folder
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from llama_core.config.hugging_face.reading import read_folder
-from llama_core.config.models import hugging_face_name
+from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import LoRA
 from llama_core.errors import WeightsError

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cached_property
 
-from llama_core.config.models import Family
+from llama_core.config.model_spec import Family
 from llama_core.data.chat.confined import ConfinedRenderer
 from llama_core.data.chat.rendering import InvalidTemplateError, Message, Renderer, Spans, Tools
 from llama_core.data.chat.tool_calls import ToolSupport, tool_support

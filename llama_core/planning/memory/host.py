@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, Self
 
+from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.run import RunConfig
 from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.planning.before import forwards_before_step
@@ -201,7 +202,7 @@ def _offloaded(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
     itemsize = itemsize_of(config.training.precision)
     trained = ceil(config.spec.num_trainable_parameters / plan.dp)
     fp32 = FP32_BYTES * trained
-    states = ceil(config.optimizer.states_of(config.spec.trained) / plan.dp)
+    states = ceil(config.optimizer.states_of(trained_parameters(config.spec)) / plan.dp)
     if plan.zero_stage == 3:  # weights, two buffers of gradients, states
         held = fp32 + 2 * pinned(fp32) + states
     else:  # weights, gradients, states, and the updated weights on their way to the GPU

@@ -1,6 +1,6 @@
 """What a matrix does whose rows have trained lengths; read it beside ``models/dora.py``."""
 
-from llama_core.config.models import DIVIDED_INPUTS
+from llama_core.config.model_weights import DIVIDED_INPUTS
 from llama_core.planning.program.lora import add_low_rank
 from llama_core.planning.program.model import ModelProgram
 from llama_core.planning.program.operations import FP32_BYTES, BothWays, Product, Size

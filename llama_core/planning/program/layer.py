@@ -7,14 +7,9 @@ local variables until they return; ``end`` says so where that makes a tensor liv
 from functools import lru_cache
 from importlib import import_module
 
-from llama_core.config.models import (
-    ATTENTION_NORM,
-    ATTENTION_POST_NORM,
-    FFN_NORM,
-    FFN_POST_NORM,
-    LayerTraits,
-    ModelSpec,
-)
+from llama_core.config.model_spec import LayerTraits
+from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
+from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE
 from llama_core.planning.program import nf4
 from llama_core.planning.program.model import ModelProgram

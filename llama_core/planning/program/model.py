@@ -2,7 +2,8 @@
 
 import math
 
-from llama_core.config.models import DIVIDED_INPUTS, ModelSpec
+from llama_core.config.model_weights import DIVIDED_INPUTS
+from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
 from llama_core.planning.program.operations import (
     FP32_BYTES,

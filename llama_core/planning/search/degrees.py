@@ -6,6 +6,7 @@ from typing import Literal
 
 from llama_core.config.hardware import GPUS_PER_NODE, DeviceSpec
 from llama_core.config.models import ModelSpec
+from llama_core.config.parameter_counts import active_parameters
 from llama_core.config.run import RunConfig
 from llama_core.planning.stages import cut_layers
 from llama_core.planning.time.links import node_size
@@ -120,7 +121,8 @@ class Degrees:
 @lru_cache(maxsize=1024)
 def unevenness(spec: ModelSpec, num_stages: int) -> float:
     """Return the ratio of the heaviest stage to the mean over ``num_stages`` stages, by parameters a token uses."""
-    used = [sum(map(spec.active_parameters, layers)) for layers in cut_layers(spec, num_stages)]
+    sizes = [active_parameters(spec, layer) for layer in range(spec.num_layers)]
+    used = [sum(sizes[layers.start : layers.stop]) for layers in cut_layers(spec, num_stages)]
     used[0] += spec.embedding_parameters
     used[-1] += spec.embedding_parameters
     return max(used) * num_stages / sum(used)

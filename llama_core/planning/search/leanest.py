@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from llama_core.config import nf4
 from llama_core.config.hardware import DeviceSpec, fewest_nodes, gpu_names, gpu_spec
+from llama_core.config.parameter_counts import num_frozen_parameters, trained_parameters
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
@@ -167,13 +168,13 @@ def nothing_fits(
 def _frozen_bytes(config: RunConfig) -> int:
     spec = config.spec
     packed = sum(math.prod(spec.parameter_shapes[name]) for name in spec.packed)
-    unpacked = spec.num_frozen_parameters - packed
+    unpacked = num_frozen_parameters(spec) - packed
     return itemsize_of(config.training.precision) * unpacked + nf4.packed_bytes(packed)
 
 
 def _bytes_between_steps(config: RunConfig) -> float:
     """Return the bytes of a trained parameter between steps, on average: weight, gradient and states."""
-    trained = config.spec.trained
+    trained = trained_parameters(config.spec)
     return 2 * FP32_BYTES + config.optimizer.states_of(trained) / sum(trained)
 
 

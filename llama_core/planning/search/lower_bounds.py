@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from llama_core.config.parameter_counts import active_parameters
 from llama_core.config.run import RecomputeMode
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
@@ -122,7 +123,7 @@ class Bounds:
         pp = variant.shape.pp
         if pp == 1:
             return spec.num_layers
-        sizes = [spec.active_parameters(layer) for layer in range(spec.num_layers)]
+        sizes = [active_parameters(spec, layer) for layer in range(spec.num_layers)]
         tables = spec.embedding_parameters
         of_stage = (sum(sizes) + 2 * tables) / pp
         return max(1.0, (of_stage - tables) / max(sizes) - 1)

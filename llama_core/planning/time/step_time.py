@@ -18,6 +18,7 @@ from llama_core.config.run import RecomputeMode, RunConfig
 from llama_core.planning.before import spec_before_run
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.links import node_size
+from llama_core.planning.time.matmul_flops import forward_matmul_flops_per_token, matmul_flops_per_token
 from llama_core.planning.time.parts import Part, StepParts
 from llama_core.planning.work import Work
 from llama_core.units import format_count, format_duration
@@ -38,7 +39,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> f
     multiplied: the head counts, the embedding look-up does not.
     """
     attention = 12 * spec.num_layers * spec.q_size * seq_len
-    return spec.matmul_flops_per_token + (attention / 2 if causal else attention)
+    return matmul_flops_per_token(spec) + (attention / 2 if causal else attention)
 
 
 def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: RecomputeMode) -> float:
@@ -56,7 +57,7 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Return the FLOPs per token of a forward pass alone, attention in full."""
-    return spec.forward_matmul_flops_per_token + 4 * spec.num_layers * spec.q_size * seq_len
+    return forward_matmul_flops_per_token(spec) + 4 * spec.num_layers * spec.q_size * seq_len
 
 
 def model_flops_utilisation(

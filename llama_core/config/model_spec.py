@@ -1,0 +1,448 @@
+"""The architecture of one model: enough to build it, plan for it and describe it to others."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from llama_core.attention import AttentionNeeds
+from llama_core.config import nf4
+from llama_core.config.model_types import NO_TRAITS, STATED_BY_ALL, ModelType, nearest_type
+from llama_core.config.model_weights import (
+    EMBEDDING_WEIGHT,
+    FINAL_NORM_WEIGHT,
+    HEAD_WEIGHT,
+    is_of_experts,
+    layer_of,
+    matches,
+    matrix_name,
+    part_name,
+    rows_of_layer,
+)
+from llama_core.config.rope import RopeScaling
+from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
+from llama_core.errors import ConfigError
+from llama_core.weights import Weight
+
+Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama", "mistral", "qwen"]
+"""The generation of a variant, or the relatives that it belongs to; ``llama`` for a model from a folder, whose
+generation is unknown."""
+NormPlacement = Literal["pre", "post", "both"]
+NormWidth = Literal["head", "all"]
+
+
+class LayerTraits(NamedTuple):
+    """How one layer differs from others of its model, with Hugging Face's names for its parts."""
+
+    sparse: bool
+    """Whether it has experts in place of its feed-forward."""
+    adapted: frozenset[str]
+    """Matrices with an adapter; they are frozen."""
+    trained: frozenset[str]
+    """Matrices, norms and biases trained in full; experts stand for the feed-forward's matrices, and have a router."""
+    attention: AttentionNeeds
+    """What its attention has to compute."""
+
+
+class BaseShape(NamedTuple):
+    """The sizes of a small model, whose learning rate and initial values a larger one takes over."""
+
+    width: int
+    """Its ``hidden_size``."""
+    depth: int
+    """Its ``num_layers``."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The architecture of one model.
+
+    A block, and the fields that change each of its parts::
+
+        x                          hidden_size
+        |
+        +----------+
+        |          |
+        |   attention_norm         norms (pre, both), norm_eps
+        |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
+        |   q_norm, k_norm         qk_norm, qk_norm_width
+        |   rotation               rope_theta, rope_scaling
+        |   attention              sliding_window, windowed_layers, attention_soft_cap
+        |   attention_post_norm    norms (post, both)
+        |          |
+        + <--------+
+        |
+        +----------+
+        |          |
+        |   ffn_norm               norms (pre, both)
+        |   feed_forward           ffn_size; moe: experts in its place
+        |   ffn_post_norm          norms (post, both)
+        |          |
+        + <--------+
+        |
+
+    ``models.layers.Block`` draws the three placements of norms side by side. Before the first of ``num_layers`` blocks
+    is the embedding of ``vocab_size`` tokens, and after the last a norm and the head, which is the same matrix if
+    ``tied_embeddings``.
+
+    Raises:
+        ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist, or a trait lacks another.
+    """
+
+    name: str
+    family: Family
+
+    # sizes
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+
+    # positions; norm_eps stands among them for the rows of config/models.py, which give these fields in this order
+    rope_theta: float
+    norm_eps: float
+    max_context: int
+    """Longest sequence the position embedding was made for, in tokens."""
+    default_seq_len: int
+    """Default sequence length of training, in tokens."""
+    rope_scaling: RopeScaling | None = None
+
+    # embedding and head
+    tied_embeddings: bool = False
+
+    # attention
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have biases."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised before they are rotated."""
+    qk_norm_width: NormWidth = "head"
+    """What is normalised as one: each head of a query or a key, or all of them together."""
+    sliding_window: int = 0
+    """Tokens that a query sees, itself included; 0 for all earlier ones."""
+    windowed_layers: tuple[int, ...] = ()
+    """The layers with the sliding window; empty for all."""
+    attention_soft_cap: float = 0.0
+    """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
+
+    # norms of the residual stream
+    norms: NormPlacement = "pre"
+    """Where the norms of a block are: before attention and feed-forward, after them on what they add, or both."""
+
+    # experts
+    moe: MoE | None = None
+    """Experts that replace the feed-forward of some or all layers; None without experts."""
+
+    # what is trained, on what, and how fast
+    lora: LoRA | None = None
+    """Adapters to train, over weights that are frozen but for the experts and ``trainable``; None without adapters."""
+    trainable: tuple[str, ...] = ()
+    """Glob patterns of the weights that are trained in full beside adapters; without adapters, all weights are."""
+    instruct: bool = False
+    """Whether the model is trained on conversations: same sizes, but another template and loss mask."""
+    base: BaseShape | None = None
+    """The model that it is scaled up from, see ``config.parametrization``; None if it has its own learning rate."""
+
+    def __post_init__(self) -> None:
+        problems = list(self.moe.misfits(self.name, self.num_layers)) if self.moe else []
+        outside = [layer for layer in self.windowed_layers if layer not in range(self.num_layers)]
+        if outside:
+            layers = f"layers 0 to {self.num_layers - 1}"
+            problems.append(f"architecture.windowed_layers={outside} are not layers of {self.name}, which has {layers}")
+        if self.windowed_layers and not self.sliding_window:
+            problems.append("architecture.windowed_layers needs architecture.sliding_window: how many tokens they see")
+        if self.qk_norm_width != "head" and not self.qk_norm:
+            problems.append(f"architecture.qk_norm_width={self.qk_norm_width} needs architecture.qk_norm=true")
+        if problems:
+            raise ConfigError(*problems)
+
+    # Which relative of Llama is it?
+
+    @cached_property
+    def traits(self) -> dict[str, Any]:
+        """How it differs from a plain Llama of its sizes: traits that types of models have, and their values.
+
+        A setting of experts is a trait of its own, such as ``moe.num_experts``; which layers have them is one unless
+        all do.
+        """
+        traits: dict[str, Any] = {}
+        for trait in fields(self):
+            value = getattr(self, trait.name)
+            if trait.name not in STATED_BY_ALL and value != trait.default:
+                traits[trait.name] = value
+        if self.moe is not None:
+            traits["moe"] = True
+            # that all layers have experts can be said in several ways, and is what files mean without a key
+            in_all = {"moe_layers"} if self.num_sparse_layers == self.num_layers else set()
+            settings = self.moe.model_dump(exclude_defaults=True, exclude=in_all)
+            traits |= {f"moe.{key}": value for key, value in settings.items()}
+        return {trait: value for trait, value in traits.items() if trait not in NO_TRAITS}
+
+    @cached_property
+    def model_type(self) -> ModelType:
+        """The type of transformers' models that has these traits or, if none has all, most of them."""
+        return nearest_type(self.traits)
+
+    # Sizes that follow from others
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries of one layer."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or of the values) of one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def q_norm_size(self) -> int:
+        """How many numbers of a query are normalised as one, if any are."""
+        return self.q_size if self.qk_norm_width == "all" else self.head_dim
+
+    @property
+    def k_norm_size(self) -> int:
+        """How many numbers of a key are normalised as one, if any are."""
+        return self.kv_size if self.qk_norm_width == "all" else self.head_dim
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that has some; 1 without experts."""
+        return self.moe.num_experts if self.moe else 1
+
+    @property
+    def divided_by_tp(self) -> dict[str, int]:
+        """The counts that tensor-parallel ranks must divide evenly, by what they count."""
+        counts = {
+            "key/value heads": self.num_kv_heads,
+            "feed-forward columns": self.ffn_size,
+            "tokens of the vocabulary": self.vocab_size,
+        }
+        if self.packed:
+            # these two have their inputs divided, so that a rank has a part of each row, in whole blocks
+            counts["blocks of NF4 in a row of o_proj"] = self.q_size // nf4.BLOCK
+            counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // nf4.BLOCK
+        return counts
+
+    # What is in which block?
+
+    @property
+    def norms_before(self) -> bool:
+        """Whether attention and feed-forward get a normalised residual stream."""
+        return self.norms in {"pre", "both"}
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether what attention and feed-forward add to the residual stream is normalised."""
+        return self.norms in {"post", "both"}
+
+    def window(self, layer: int) -> int:
+        """Return how many tokens a query of a layer sees, itself included; 0 for all earlier ones."""
+        has_window = not self.windowed_layers or layer in self.windowed_layers
+        return self.sliding_window if has_window else 0
+
+    def attention(self, layer: int) -> AttentionNeeds:
+        """Return what attention of a layer has to compute, over rows of one document each."""
+        return AttentionNeeds(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            window=self.window(layer),
+            soft_cap=self.attention_soft_cap,
+        )
+
+    @cached_property
+    def attentions(self) -> frozenset[AttentionNeeds]:
+        """What attention of all layers has to compute."""
+        return frozenset(map(self.attention, range(self.num_layers)))
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts in place of its feed-forward."""
+        return self.moe is not None and self.moe.is_sparse(layer)
+
+    @property
+    def num_sparse_layers(self) -> int:
+        """Layers that have experts."""
+        return sum(map(self.has_experts, range(self.num_layers))) if self.moe else 0
+
+    @cached_property
+    def layers(self) -> tuple[LayerTraits, ...]:
+        """The traits of every layer; equal ones are one object."""
+        adapted = _by_layer(self.adapted, self.num_layers)
+        trained = _by_layer(self.trained_in_full, self.num_layers)
+        seen: dict[LayerTraits, LayerTraits] = {}
+        found = []
+        for layer in range(self.num_layers):
+            sparse = self.has_experts(layer)
+            whole = trained[layer] | frozenset(FEED_FORWARD_MATRICES if sparse else ())
+            traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer))
+            found.append(seen.setdefault(traits, traits))
+        return tuple(found)
+
+    # Weights: their names and shapes
+
+    def shape_of(self, weight: Weight) -> tuple[int, ...]:
+        """Return the shape of a weight in this model."""
+        return tuple(getattr(self, size) for size in weight.shape)
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by our names, without adapters or a tied head, in the model's order."""
+        return {name: self.shape_of(weight) for name, weight in self._weights()}
+
+    @cached_property
+    def matrix_shapes(self) -> dict[str, tuple[int, int]]:
+        """Columns and rows of each matrix of a dense layer, by Hugging Face's names."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for weight in self._weights_of_layer(sparse=False):
+            match self.shape_of(weight):
+                case rows, columns:
+                    shapes[weight.theirs.split(".")[-2]] = (columns, rows)
+        return shapes
+
+    @property
+    def target_shapes(self) -> dict[str, tuple[int, int]]:
+        """Columns and rows of every matrix that can have an adapter; the embedding is a matrix over tokens."""
+        tables = {EMBEDDING: (self.vocab_size, self.hidden_size), HEAD: (self.hidden_size, self.vocab_size)}
+        return self.matrix_shapes | tables
+
+    @cached_property
+    def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every weight of adapters by our names, in the order of the matrices; empty without adapters."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in self.parameter_shapes:
+            if self.lora is None or name not in self.adapted:
+                continue
+            path = name.removesuffix("weight")
+            matrix = matrix_name(path.removesuffix("."))
+            for weight in self.lora.weights(matrix):
+                shapes[f"{path}{weight.name}"] = self.lora.shape(weight, *self.target_shapes[matrix])
+        return shapes
+
+    def _weights(self) -> Iterator[tuple[str, Weight]]:
+        """Yield every weight with its whole name, without adapters or a tied head, in the model's order."""
+        yield EMBEDDING_WEIGHT.name, EMBEDDING_WEIGHT
+        for layer in range(self.num_layers):
+            for weight in self._weights_of_layer(sparse=self.has_experts(layer)):
+                yield f"layers.{layer}.{weight.name}", weight
+        yield FINAL_NORM_WEIGHT.name, FINAL_NORM_WEIGHT
+        if not self.tied_embeddings:
+            yield HEAD_WEIGHT.name, HEAD_WEIGHT
+
+    def _weights_of_layer(self, *, sparse: bool) -> list[Weight]:
+        """Return the weights of a layer with experts, or of a dense one, in the model's order."""
+        rows = rows_of_layer(sparse=sparse)
+        return [row for row in rows if row.only_with is None or getattr(self, row.only_with)]
+
+    # Which of them are trained, adapted or held in NF4?
+
+    @cached_property
+    def trained_in_full(self) -> frozenset[str]:
+        """Names of the parameters that are trained themselves: all, or experts and ``trainable`` beside adapters."""
+        if self.lora is None:
+            return frozenset(self.parameter_shapes)
+        trained = set()
+        for name in self.parameter_shapes:
+            # adapters are of dense matrices: experts and their router are trained beside them
+            if is_of_experts(name) or any(matches(name, pattern, self.model_type) for pattern in self.trainable):
+                trained.add(name)
+        return frozenset(trained)
+
+    @cached_property
+    def adapted(self) -> frozenset[str]:
+        """Names of the matrices that have an adapter: the targets that are not trained in full."""
+        return self._frozen_matrices(self.lora.target_modules if self.lora else ())
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """Names of the matrices that are held in NF4: with ``lora.base=nf4``, the frozen ones inside layers."""
+        is_packed = self.lora is not None and self.lora.base == "nf4"
+        return self._frozen_matrices(MATRICES if is_packed else ())
+
+    def _frozen_matrices(self, among: tuple[str, ...]) -> frozenset[str]:
+        """Return the names of the frozen matrices that Hugging Face calls one of ``among``."""
+        if not among:
+            return frozenset()
+        found = set()
+        for name in self.parameter_shapes.keys() - self.trained_in_full:
+            if name.endswith(".weight") and matrix_name(name.removesuffix(".weight")) in among:
+                found.add(name)
+        return frozenset(found)
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding, or an adapter on it, gets gradients."""
+        return EMBEDDING_WEIGHT.name in self.trained_in_full or EMBEDDING_WEIGHT.name in self.adapted
+
+    @property
+    def trains_table(self) -> bool:
+        """Whether the embedding is trained in full."""
+        return EMBEDDING_WEIGHT.name in self.trained_in_full
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether the head, or an embedding in its place, is trained in full."""
+        return (EMBEDDING_WEIGHT.name if self.tied_embeddings else HEAD_WEIGHT.name) in self.trained_in_full
+
+    @property
+    def trains_final_norm(self) -> bool:
+        """Whether the norm before the head is trained."""
+        return FINAL_NORM_WEIGHT.name in self.trained_in_full
+
+    @property
+    def adapted_tables(self) -> frozenset[str]:
+        """The matrices outside the layers that have an adapter: ``embed_tokens``, ``lm_head``, both or none."""
+        names = {EMBEDDING_WEIGHT.name: EMBEDDING, HEAD_WEIGHT.name: HEAD}
+        return frozenset(names[name] for name in self.adapted.intersection(names))
+
+    # How many parameters has it? More counts are in config/parameter_counts.py
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters of the model, adapters and experts included; a tied head counts once."""
+        return sum(map(math.prod, self.parameter_shapes.values())) + self.num_adapter_parameters
+
+    @property
+    def num_trainable_parameters(self) -> int:
+        """Parameters that get gradients and are updated: adapters, and what is trained in full."""
+        in_full = sum(math.prod(self.parameter_shapes[name]) for name in self.trained_in_full)
+        return in_full + self.num_adapter_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token uses: all except the experts that it is not routed to."""
+        idle = self.moe.num_experts - self.moe.experts_per_token if self.moe else 0
+        return self.num_parameters - self.num_sparse_layers * idle * self.expert_parameters
+
+    @cached_property
+    def num_adapter_parameters(self) -> int:
+        """Parameters of all adapters."""
+        return sum(map(math.prod, self.adapter_shapes.values()))
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        """Parameters of the token embedding; an untied head has as many."""
+        return self.vocab_size * self.hidden_size
+
+    @cached_property
+    def layer_parameters(self) -> int:
+        """All parameters of one dense layer, without adapters."""
+        return sum(math.prod(self.shape_of(weight)) for weight in self._weights_of_layer(sparse=False))
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Parameters of one feed-forward: that of a dense layer, or one expert."""
+        return 3 * self.hidden_size * self.ffn_size
+
+
+def _by_layer(names: frozenset[str], num_layers: int) -> list[frozenset[str]]:
+    """Return the matrices, norms and biases of each layer among some parameters, by Hugging Face's names."""
+    found: list[set[str]] = [set() for _ in range(num_layers)]
+    for name in names:
+        layer = layer_of(name)
+        if layer is not None and not is_of_experts(name):
+            found[layer].add(part_name(name))
+    return [frozenset(parts) for parts in found]

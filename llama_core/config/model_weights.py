@@ -1,0 +1,167 @@
+"""The weights of a model, one row each: both their names, shape, division and initial values; and look-ups in the rows.
+
+A row of a layer stands for that weight in every layer. Rows stand in the order in which the modules are made.
+"""
+
+from fnmatch import fnmatchcase
+
+from llama_core.adapters.registry import ADAPTERS
+from llama_core.config.model_types import LLAMA, ModelType
+from llama_core.optimizers.traits import LAYERS
+from llama_core.weights import INPUTS, Weight
+
+# fmt: off
+EMBEDDING_WEIGHT = Weight("tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary")
+FINAL_NORM_WEIGHT = Weight("norm.weight", "model.norm.weight", ("hidden_size",), "stream", "ones", decayed=False)
+HEAD_WEIGHT = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
+_ATTENTION = (
+    Weight("attention_norm.weight", "input_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
+    Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
+    Weight("attention.wq.bias", "self_attn.q_proj.bias", ("q_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
+    Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wk.bias", "self_attn.k_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
+    Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wv.bias", "self_attn.v_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
+    Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
+    Weight("attention.q_norm.weight", "self_attn.q_norm.weight", ("q_norm_size",), "heads", "ones", decayed=False, only_with="qk_norm"),
+    Weight("attention.k_norm.weight", "self_attn.k_norm.weight", ("k_norm_size",), "heads", "ones", decayed=False, only_with="qk_norm"),
+    Weight("attention_post_norm.weight", "post_self_attn_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
+    # named for what it follows; it comes before the feed-forward
+    Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
+)
+_FEED_FORWARD = (
+    Weight("feed_forward.w1.weight", "mlp.gate_proj.weight", ("ffn_size", "hidden_size"), "outputs"),
+    Weight("feed_forward.w2.weight", "mlp.down_proj.weight", ("hidden_size", "ffn_size"), "inputs", "residual"),
+    Weight("feed_forward.w3.weight", "mlp.up_proj.weight", ("ffn_size", "hidden_size"), "outputs"),
+)
+# named as in Mixtral; what Qwen3's mixtures call them is in the row of their type
+_MIXTURE = (
+    Weight("feed_forward.router.weight", "block_sparse_moe.gate.weight", ("num_experts", "hidden_size"), "router"),
+    Weight("feed_forward.experts.w1.weight", "block_sparse_moe.experts.{}.w1.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+    Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight", ("num_experts", "hidden_size", "ffn_size"), "inputs", "residual"),
+    Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+)
+_AFTER_FEED_FORWARD = (
+    Weight("ffn_post_norm.weight", "post_mlp_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
+)
+# fmt: on
+ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
+"""The norms before attention and feed-forward, as Hugging Face calls them in a Llama."""
+ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layernorm"
+"""The norms after them, as it calls them in a GLM-4, which has all four."""
+
+_IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_AFTER_FEED_FORWARD)}
+_OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
+_ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
+_OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
+DIVIDED_INPUTS = frozenset(
+    weight.theirs.split(".")[-2]
+    for weight in (EMBEDDING_WEIGHT, *_ATTENTION, *_FEED_FORWARD)
+    if weight is EMBEDDING_WEIGHT or weight.divided == "inputs"
+)
+"""The matrices whose inputs tensor-parallel ranks divide, by Hugging Face's names; of the others they divide the
+outputs. The embedding is a matrix over tokens."""
+
+
+def weight_of(name: str) -> Weight:
+    """Return the row of the parameter that we call ``name``, such as ``'layers.0.attention.wq.weight'``.
+
+    Raises:
+        NotImplementedError: if it has none.
+    """
+    row = _find_weight(name)
+    if row is None:
+        raise NotImplementedError(f"{name} has no row among the weights in config/model_weights.py, nor in adapters")
+    return row
+
+
+def adapter_weight(name: str) -> tuple[str, Weight] | None:
+    """Return the name of the matrix that an adapter's parameter belongs to, and its row; None for other parameters."""
+    for kind in ADAPTERS.values():
+        for weight in kind.of_embedding if is_on_embedding(name) else kind.weights:
+            if name.endswith(f".{weight.name}"):
+                return f"{name.removesuffix(weight.name)}weight", weight
+    return None
+
+
+def rows_of_layer(*, sparse: bool) -> tuple[Weight, ...]:
+    """Return the rows of a layer with experts, or of a dense one, those with traits that it may lack included."""
+    return (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD), *_AFTER_FEED_FORWARD)
+
+
+def is_decayed(name: str) -> bool:
+    """Return whether a parameter is subject to weight decay."""
+    row = _find_weight(name)
+    return row is None or row.decayed
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a parameter belongs to a mixture: its router, or a matrix of its experts."""
+    return name not in _OUTSIDE_LAYERS and _in_layer(name) in _OF_EXPERTS
+
+
+def is_on_embedding(name: str) -> bool:
+    """Return whether a parameter is the embedding, or an adapter on it."""
+    return name.startswith(_ON_EMBEDDING)
+
+
+def is_look_up(name: str) -> bool:
+    """Return whether tokens look up their entries of an adapter's factor, rather than being multiplied with it."""
+    return is_on_embedding(name) and INPUTS in weight_of(name).shape
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a parameter is in; None if it is outside the layers."""
+    return int(name.split(".")[1]) if name.startswith(LAYERS) else None
+
+
+def hugging_face_name(name: str, model_type: ModelType = LLAMA) -> str:
+    """Return Hugging Face's name for our parameter ``name``, such as ``'layers.0.attention.wq.weight'``.
+
+    For a tensor of experts, it has ``{}`` in place of the expert's number.
+
+    Args:
+        name: our name.
+        model_type: the type of the model; it may be left out for adapted matrices, which all types call the same.
+    """
+    theirs = weight_of(name).theirs
+    if name in _OUTSIDE_LAYERS:
+        return theirs
+    return f"model.layers.{name.split('.')[1]}.{model_type.names.get(_in_layer(name), theirs)}"
+
+
+def name_in_layer(weight: str, model_type: ModelType) -> str:
+    """Return Hugging Face's name for a weight of a layer, such as ``'feed_forward.router.weight'``, inside the layer."""
+    return model_type.names.get(weight, _IN_LAYERS[weight].theirs)
+
+
+def matrix_name(path: str) -> str:
+    """Return Hugging Face's name for our matrix within its layer: ``q_proj`` for ``'layers.0.attention.wq'``."""
+    return hugging_face_name(f"{path}.weight").split(".")[-2]
+
+
+def part_name(name: str) -> str:
+    """Return Hugging Face's name for a norm, a matrix or a bias within its layer: ``q_proj``, ``q_proj.bias``."""
+    theirs = weight_of(name).theirs.removesuffix(".weight")
+    return theirs.removeprefix("self_attn.").removeprefix("mlp.")
+
+
+def matches(name: str, pattern: str, model_type: ModelType) -> bool:
+    """Return whether a glob pattern matches our name or Hugging Face's of a parameter, with or without ``.weight``."""
+    for one in (name, hugging_face_name(name, model_type)):
+        if fnmatchcase(one, pattern) or fnmatchcase(one.removesuffix(".weight"), pattern):
+            return True
+    return False
+
+
+def _find_weight(name: str) -> Weight | None:
+    row = _OUTSIDE_LAYERS.get(name) or _IN_LAYERS.get(_in_layer(name))
+    if row is not None:
+        return row
+    of_adapter = adapter_weight(name)
+    return None if of_adapter is None else of_adapter[1]
+
+
+def _in_layer(name: str) -> str:
+    """Return the part of a weight's name after the number of its layer."""
+    return name.split(".", 2)[-1]
