@@ -372,32 +372,6 @@ class ModelSpec:
                 found.add(name)
         return frozenset(found)
 
-    @property
-    def trains_embedding(self) -> bool:
-        """Whether the embedding, or an adapter on it, gets gradients."""
-        return EMBEDDING_WEIGHT.name in self.trained_in_full or EMBEDDING_WEIGHT.name in self.adapted
-
-    @property
-    def trains_table(self) -> bool:
-        """Whether the embedding is trained in full."""
-        return EMBEDDING_WEIGHT.name in self.trained_in_full
-
-    @property
-    def trains_head(self) -> bool:
-        """Whether the head, or an embedding in its place, is trained in full."""
-        return (EMBEDDING_WEIGHT.name if self.tied_embeddings else HEAD_WEIGHT.name) in self.trained_in_full
-
-    @property
-    def trains_final_norm(self) -> bool:
-        """Whether the norm before the head is trained."""
-        return FINAL_NORM_WEIGHT.name in self.trained_in_full
-
-    @property
-    def adapted_tables(self) -> frozenset[str]:
-        """The matrices outside the layers that have an adapter: ``embed_tokens``, ``lm_head``, both or none."""
-        names = {EMBEDDING_WEIGHT.name: EMBEDDING, HEAD_WEIGHT.name: HEAD}
-        return frozenset(names[name] for name in self.adapted.intersection(names))
-
     # How many parameters has it? More counts are in config/parameter_counts.py
 
     @property

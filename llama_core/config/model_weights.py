@@ -1,4 +1,4 @@
-"""The weights of a model, one row each: both their names, shape, division and initial values; and look-ups in the rows.
+"""The weights of a model, one row each: names, shape, division, initial values; and what is asked of the rows.
 
 A row of a layer stands for that weight in every layer. Rows stand in the order in which the modules are made.
 """
@@ -8,26 +8,41 @@ from fnmatch import fnmatchcase
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.model_types import LLAMA, ModelType
 from llama_core.optimizers.traits import LAYERS
-from llama_core.weights import INPUTS, Weight
+from llama_core.weights import INPUTS, Division, Weight
+
+
+def _norm(
+    name: str, theirs: str, size: str = "hidden_size", divided: Division = "stream", only_with: str | None = None
+) -> Weight:
+    """Return the row of a norm, which is not decayed, since zero is not its neutral value."""
+    return Weight(name, theirs, (size,), divided, "ones", decayed=False, only_with=only_with)
+
+
+def _bias(name: str, theirs: str, size: str) -> Weight:
+    """Return the row of the bias of a projection to queries, keys or values."""
+    return Weight(name, theirs, (size,), "outputs", "zeros", decayed=False, only_with="qkv_bias")
+
 
 # fmt: off
-EMBEDDING_WEIGHT = Weight("tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary")
-FINAL_NORM_WEIGHT = Weight("norm.weight", "model.norm.weight", ("hidden_size",), "stream", "ones", decayed=False)
+EMBEDDING_WEIGHT = Weight(
+    "tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary"
+)
+FINAL_NORM_WEIGHT = _norm("norm.weight", "model.norm.weight")
 HEAD_WEIGHT = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
 _ATTENTION = (
-    Weight("attention_norm.weight", "input_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
+    _norm("attention_norm.weight", "input_layernorm.weight", only_with="norms_before"),
     Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
-    Weight("attention.wq.bias", "self_attn.q_proj.bias", ("q_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
+    _bias("attention.wq.bias", "self_attn.q_proj.bias", "q_size"),
     Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),
-    Weight("attention.wk.bias", "self_attn.k_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
+    _bias("attention.wk.bias", "self_attn.k_proj.bias", "kv_size"),
     Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
-    Weight("attention.wv.bias", "self_attn.v_proj.bias", ("kv_size",), "outputs", "zeros", decayed=False, only_with="qkv_bias"),
+    _bias("attention.wv.bias", "self_attn.v_proj.bias", "kv_size"),
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
-    Weight("attention.q_norm.weight", "self_attn.q_norm.weight", ("q_norm_size",), "heads", "ones", decayed=False, only_with="qk_norm"),
-    Weight("attention.k_norm.weight", "self_attn.k_norm.weight", ("k_norm_size",), "heads", "ones", decayed=False, only_with="qk_norm"),
-    Weight("attention_post_norm.weight", "post_self_attn_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
-    # named for what it follows; it comes before the feed-forward
-    Weight("ffn_norm.weight", "post_attention_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_before"),
+    _norm("attention.q_norm.weight", "self_attn.q_norm.weight", "q_norm_size", "heads", only_with="qk_norm"),
+    _norm("attention.k_norm.weight", "self_attn.k_norm.weight", "k_norm_size", "heads", only_with="qk_norm"),
+    _norm("attention_post_norm.weight", "post_self_attn_layernorm.weight", only_with="norms_after"),
+    # named for what it follows in a Llama; what it normalises is the feed-forward's input
+    _norm("ffn_norm.weight", "post_attention_layernorm.weight", only_with="norms_before"),
 )
 _FEED_FORWARD = (
     Weight("feed_forward.w1.weight", "mlp.gate_proj.weight", ("ffn_size", "hidden_size"), "outputs"),
@@ -37,12 +52,15 @@ _FEED_FORWARD = (
 # named as in Mixtral; what Qwen3's mixtures call them is in the row of their type
 _MIXTURE = (
     Weight("feed_forward.router.weight", "block_sparse_moe.gate.weight", ("num_experts", "hidden_size"), "router"),
-    Weight("feed_forward.experts.w1.weight", "block_sparse_moe.experts.{}.w1.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
-    Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight", ("num_experts", "hidden_size", "ffn_size"), "inputs", "residual"),
-    Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight", ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+    Weight("feed_forward.experts.w1.weight", "block_sparse_moe.experts.{}.w1.weight",
+           ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+    Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight",
+           ("num_experts", "hidden_size", "ffn_size"), "inputs", "residual"),
+    Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight",
+           ("num_experts", "ffn_size", "hidden_size"), "outputs"),
 )
 _AFTER_FEED_FORWARD = (
-    Weight("ffn_post_norm.weight", "post_mlp_layernorm.weight", ("hidden_size",), "stream", "ones", decayed=False, only_with="norms_after"),
+    _norm("ffn_post_norm.weight", "post_mlp_layernorm.weight", only_with="norms_after"),
 )
 # fmt: on
 ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
@@ -131,7 +149,7 @@ def hugging_face_name(name: str, model_type: ModelType = LLAMA) -> str:
 
 
 def name_in_layer(weight: str, model_type: ModelType) -> str:
-    """Return Hugging Face's name for a weight of a layer, such as ``'feed_forward.router.weight'``, inside the layer."""
+    """Return Hugging Face's name within a layer for its weight, such as ``'feed_forward.router.weight'``."""
     return model_type.names.get(weight, _IN_LAYERS[weight].theirs)
 
 

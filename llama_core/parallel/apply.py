@@ -10,6 +10,7 @@ from torch import Tensor
 
 from llama_core.attention import DocumentAttention
 from llama_core.config.models import ModelSpec
+from llama_core.config.trained_ends import trains_embedding
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import use_fp8
 from llama_core.models.head import HeadInputs
@@ -179,7 +180,7 @@ class ParallelModel:
         modes = [mode for stage in plan.recompute_modes(spec) for mode in stage]
         kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for layers in plan.stage_layers(spec):
-            has_gradient = layers.start > 0 or spec.trains_embedding  # a stage's input comes with a gradient
+            has_gradient = layers.start > 0 or trains_embedding(spec)  # a stage's input comes with a gradient
             for layer in layers:
                 if str(layer) in self.model.layers:
                     kinds[modes[layer], spec.layers[layer], has_gradient].append(layer)

@@ -31,6 +31,7 @@ from typing import Generic, Literal, NamedTuple, Self, TypeVar
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING
+from llama_core.config.trained_ends import adapted_tables
 from llama_core.planning.plan import ParallelPlan
 
 Role = Literal["embedding", "layer", "head", "root"]
@@ -68,7 +69,7 @@ def units_of(
     if embedding is not None and not spec.tied_embeddings:
         # the gradient of a look-up depends on the tokens alone, that of an adapter on its other
         # factor
-        is_adapted = EMBEDDING in spec.adapted_tables
+        is_adapted = EMBEDDING in adapted_tables(spec)
         units.append(Unit("embedding", (embedding,), gathers_in_backward=is_adapted))
     units += [Unit("layer", (layer,)) for layer in layers]
     if not spec.tied_embeddings:

@@ -11,6 +11,7 @@ from llama_core.attention import DocumentAttention, Kernel
 from llama_core.config.models import ModelSpec
 from llama_core.config.parameter_counts import trained_matrices
 from llama_core.config.run import Precision, RecomputeMode, RunConfig
+from llama_core.config.trained_ends import trains_embedding
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.objectives.traits import ObjectiveType
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
@@ -289,6 +290,6 @@ class Work:
 def _layers(spec: ModelSpec, setting: Setting) -> tuple[Passes, ...]:
     # the input of a frozen first layer may need no gradient
     return tuple(
-        layer_passes(spec, traits, setting, follows_trained=layer > 0 or spec.trains_embedding)
+        layer_passes(spec, traits, setting, follows_trained=layer > 0 or trains_embedding(spec))
         for layer, traits in enumerate(spec.layers)
     )

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING, HEAD
+from llama_core.config.trained_ends import adapted_tables, trains_final_norm, trains_head, trains_table
 from llama_core.planning.program.model import ModelProgram
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Product, Size
 from llama_core.planning.program.passes import Passes
@@ -36,9 +37,9 @@ class Embedding(ModelProgram):
     def __init__(self, spec: ModelSpec, setting: Setting) -> None:
         super().__init__(spec, setting)
         self.input = self.tensor(Size(0, INT64_BYTES))  # the batch, which is there anyway
-        table = self.table(is_trained=spec.trains_table)
+        table = self.table(is_trained=trains_table(spec))
         out = self.cast(self.look_up(table), self.itemsize)
-        if spec.lora and EMBEDDING in spec.adapted_tables:
+        if spec.lora and EMBEDDING in adapted_tables(spec):
             out = import_module(spec.lora.kind.program).embedding(self, out)
         self.output = self.scatter(out)
 
@@ -67,7 +68,7 @@ class FinalNorm(ModelProgram):
     def __init__(self, spec: ModelSpec, setting: Setting) -> None:
         super().__init__(spec, setting)
         self.input = self.stream()
-        self.output = self.norm(self.input, is_trained=spec.trains_final_norm)
+        self.output = self.norm(self.input, is_trained=trains_final_norm(spec))
 
 
 class LogitFactors(NamedTuple):
@@ -94,11 +95,11 @@ class Head(ModelProgram):
         super().__init__(spec, setting)
         self.input = self.stream()
         whole = self.gather(self.input)
-        is_trained = spec.trains_head
+        is_trained = trains_head(spec)
         elements = spec.embedding_parameters // setting.tp
         size = Size(elements, self.weight_itemsize if is_trained else self.itemsize)
         pairs = [(whole, self.weight(size, is_trained=is_trained))]
-        if spec.lora and HEAD in spec.adapted_tables:
+        if spec.lora and HEAD in adapted_tables(spec):
             pairs.append(import_module(spec.lora.kind.program).head(self, whole))
         self.output = self.loss(pairs)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from llama_core.config.trained_ends import trains_table
 from llama_core.optimizers.traits import Trained
 from llama_core.planning.before import forwards_before_step
 from llama_core.planning.fully_shard import Resharding, Unit
@@ -326,7 +327,7 @@ class Messages:
             num_bytes = FP32_BYTES * self.updated_parameters(pp_rank)
             yield Traffic("all_reduce", "pp", num_replicas, 1, num_bytes)
             return
-        trains_tied_table = self.stages[0].is_tied_apart and self.spec.trains_table
+        trains_tied_table = self.stages[0].is_tied_apart and trains_table(self.spec)
         if trains_tied_table and any(stage.ends for stage in hosted):
             table = self._group(self.work.embedding.program.num_trained)
             yield Traffic("all_reduce", "pp", 2, 1, FP32_BYTES * table.sharded)

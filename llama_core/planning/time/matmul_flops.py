@@ -9,6 +9,7 @@ from functools import lru_cache
 from llama_core.config.model_spec import ModelSpec
 from llama_core.config.model_weights import is_look_up
 from llama_core.config.strategy import FEED_FORWARD_MATRICES
+from llama_core.config.trained_ends import trains_head
 
 
 def matmul_flops_per_token(spec: ModelSpec) -> int:
@@ -58,7 +59,7 @@ def _trained_matmul_parameters(spec: ModelSpec) -> int:
     """Return those of ``num_matmul_parameters`` that are trained in full."""
     if spec.lora is None:
         return num_matmul_parameters(spec)
-    total = spec.embedding_parameters if spec.trains_head else 0
+    total = spec.embedding_parameters if trains_head(spec) else 0
     for layer in spec.layers:
         copies = spec.moe.experts_per_token if spec.moe and layer.sparse else 1
         for matrix in layer.trained.intersection(spec.matrix_shapes):
