@@ -12,6 +12,7 @@ __all__ = ["LONGEST_DEFAULT", "ModelSpec", "model_names", "model_spec"]
 LONGEST_DEFAULT = 8192
 """Upper limit on the default sequence length of a model from a folder, in tokens."""
 
+# The scalings of Llama 3.1 and 3.3 (8), and of Llama 3.2 (32).
 _SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)
 _SCALED_32 = Llama3Scaling(factor=32.0, original_context=8192)
 

@@ -40,8 +40,10 @@ def config_json(
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,
+        # even where it divides hidden_size: without the key, a Qwen3 has heads of 128
         "head_dim": spec.head_dim,
         "hidden_act": "silu",
+        # settings of a training, on which the weights do not depend: transformers' own defaults
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "rms_norm_eps": spec.norm_eps,
