@@ -26,8 +26,8 @@ from llama_core.errors import ConfigError
 from llama_core.weights import Weight
 
 Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama", "mistral", "qwen"]
-"""The generation of a variant, or the relatives that it belongs to; ``llama`` for a model from a folder, whose
-generation is unknown."""
+"""The generation of a variant, or the relatives that it belongs to; ``llama`` for a model from a
+folder, whose generation is unknown."""
 NormPlacement = Literal["pre", "post", "both"]
 NormWidth = Literal["head", "all"]
 
@@ -40,13 +40,14 @@ class LayerTraits(NamedTuple):
     adapted: frozenset[str]
     """Matrices with an adapter; they are frozen."""
     trained: frozenset[str]
-    """Matrices, norms and biases trained in full; experts stand for the feed-forward's matrices, and have a router."""
+    """Matrices, norms and biases trained in full; experts stand for the feed-forward's matrices,
+    and have a router."""
     attention: AttentionNeeds
     """What its attention has to compute."""
 
 
 class BaseShape(NamedTuple):
-    """The sizes of a small model, whose learning rate and initial values a larger one takes over."""
+    """The sizes of a small model whose learning rate and initial values a larger one takes over."""
 
     width: int
     """Its ``hidden_size``."""
@@ -82,9 +83,9 @@ class ModelSpec:
         + <--------+
         |
 
-    ``models.layers.Block`` draws the three placements of norms side by side. Before the first of ``num_layers`` blocks
-    is the embedding of ``vocab_size`` tokens, and after the last a norm and the head, which is the same matrix if
-    ``tied_embeddings``.
+    ``models.layers.Block`` draws the three placements of norms side by side. Before the first of
+    ``num_layers`` blocks is the embedding of ``vocab_size`` tokens, and after the last a norm and
+    the head, which is the same matrix if ``tied_embeddings``.
 
     Raises:
         ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist, or a trait lacks another.
@@ -102,7 +103,7 @@ class ModelSpec:
     ffn_size: int
     vocab_size: int
 
-    # positions; norm_eps stands among them for the rows of config/models.py, which give these fields in this order
+    # positions, and norm_eps, since the rows of config/models.py give these four in this order
     rope_theta: float
     norm_eps: float
     max_context: int
@@ -130,7 +131,8 @@ class ModelSpec:
 
     # norms of the residual stream
     norms: NormPlacement = "pre"
-    """Where the norms of a block are: before attention and feed-forward, after them on what they add, or both."""
+    """Where the norms of a block are: before attention and feed-forward, after them on what they
+    add, or both."""
 
     # experts
     moe: MoE | None = None
@@ -138,13 +140,17 @@ class ModelSpec:
 
     # what is trained, on what, and how fast
     lora: LoRA | None = None
-    """Adapters to train, over weights that are frozen but for the experts and ``trainable``; None without adapters."""
+    """Adapters to train, over weights that are frozen but for the experts and ``trainable``; None
+    without adapters."""
     trainable: tuple[str, ...] = ()
-    """Glob patterns of the weights that are trained in full beside adapters; without adapters, all weights are."""
+    """Glob patterns of the weights that are trained in full beside adapters; without adapters, all
+    weights are."""
     instruct: bool = False
-    """Whether the model is trained on conversations: same sizes, but another template and loss mask."""
+    """Whether the model is trained on conversations: same sizes, but another template and loss
+    mask."""
     base: BaseShape | None = None
-    """The model that it is scaled up from, see ``config.parametrization``; None if it has its own learning rate."""
+    """The model that it is scaled up from, see ``config.parametrization``; None if it has its own
+    learning rate."""
 
     def __post_init__(self) -> None:
         problems = list(self.moe.misfits(self.name, self.num_layers)) if self.moe else []
@@ -163,10 +169,10 @@ class ModelSpec:
 
     @cached_property
     def traits(self) -> dict[str, Any]:
-        """How it differs from a plain Llama of its sizes: traits that types of models have, and their values.
+        """How it differs from a plain Llama of its sizes: traits of types of models, and their values.
 
-        A setting of experts is a trait of its own, such as ``moe.num_experts``; which layers have them is one unless
-        all do.
+        A setting of experts is a trait of its own, such as ``moe.num_experts``; which layers have
+        them is one unless all do.
         """
         traits: dict[str, Any] = {}
         for trait in fields(self):
@@ -175,7 +181,7 @@ class ModelSpec:
                 traits[trait.name] = value
         if self.moe is not None:
             traits["moe"] = True
-            # that all layers have experts can be said in several ways, and is what files mean without a key
+            # there are several ways to say that all layers have experts, and files need none
             in_all = {"moe_layers"} if self.num_sparse_layers == self.num_layers else set()
             settings = self.moe.model_dump(exclude_defaults=True, exclude=in_all)
             traits |= {f"moe.{key}": value for key, value in settings.items()}
@@ -183,7 +189,7 @@ class ModelSpec:
 
     @cached_property
     def model_type(self) -> ModelType:
-        """The type of transformers' models that has these traits or, if none has all, most of them."""
+        """The type of transformers' models with these traits or, if none has all, most of them."""
         return nearest_type(self.traits)
 
     # Sizes that follow from others
@@ -222,7 +228,7 @@ class ModelSpec:
             "tokens of the vocabulary": self.vocab_size,
         }
         if self.packed:
-            # these two have their inputs divided, so that a rank has a part of each row, in whole blocks
+            # the inputs of these two are divided: a rank has a part of each row, in whole blocks
             counts["blocks of NF4 in a row of o_proj"] = self.q_size // nf4.BLOCK
             counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // nf4.BLOCK
         return counts
@@ -240,7 +246,7 @@ class ModelSpec:
         return self.norms in {"post", "both"}
 
     def window(self, layer: int) -> int:
-        """Return how many tokens a query of a layer sees, itself included; 0 for all earlier ones."""
+        """Return how many tokens a query of a layer sees, with itself; 0 for all earlier ones."""
         has_window = not self.windowed_layers or layer in self.windowed_layers
         return self.sliding_window if has_window else 0
 
@@ -290,7 +296,7 @@ class ModelSpec:
 
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter by our names, without adapters or a tied head, in the model's order."""
+        """Shape of each parameter by our names, without adapters or a tied head, in order."""
         return {name: self.shape_of(weight) for name, weight in self._weights()}
 
     @cached_property
@@ -305,13 +311,16 @@ class ModelSpec:
 
     @property
     def target_shapes(self) -> dict[str, tuple[int, int]]:
-        """Columns and rows of every matrix that can have an adapter; the embedding is a matrix over tokens."""
-        tables = {EMBEDDING: (self.vocab_size, self.hidden_size), HEAD: (self.hidden_size, self.vocab_size)}
+        """Columns and rows of all matrices that can have an adapter; an embedding is one over tokens."""
+        tables = {
+            EMBEDDING: (self.vocab_size, self.hidden_size),
+            HEAD: (self.hidden_size, self.vocab_size),
+        }
         return self.matrix_shapes | tables
 
     @cached_property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight of adapters by our names, in the order of the matrices; empty without adapters."""
+        """Shape of every weight of adapters by our names, in the order of the matrices."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name in self.parameter_shapes:
             if self.lora is None or name not in self.adapted:
@@ -323,7 +332,7 @@ class ModelSpec:
         return shapes
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:
-        """Yield every weight with its whole name, without adapters or a tied head, in the model's order."""
+        """Yield every weight with its whole name, without adapters or a tied head, in order."""
         yield EMBEDDING_WEIGHT.name, EMBEDDING_WEIGHT
         for layer in range(self.num_layers):
             for weight in self._weights_of_layer(sparse=self.has_experts(layer)):
@@ -341,7 +350,7 @@ class ModelSpec:
 
     @cached_property
     def trained_in_full(self) -> frozenset[str]:
-        """Names of the parameters that are trained themselves: all, or experts and ``trainable`` beside adapters."""
+        """Names of the parameters trained themselves: all, or experts and ``trainable`` ones."""
         if self.lora is None:
             return frozenset(self.parameter_shapes)
         trained = set()
@@ -358,7 +367,7 @@ class ModelSpec:
 
     @cached_property
     def packed(self) -> frozenset[str]:
-        """Names of the matrices that are held in NF4: with ``lora.base=nf4``, the frozen ones inside layers."""
+        """Names of the matrices held in NF4: with ``lora.base=nf4``, the frozen ones inside layers."""
         is_packed = self.lora is not None and self.lora.base == "nf4"
         return self._frozen_matrices(MATRICES if is_packed else ())
 
@@ -413,7 +422,7 @@ class ModelSpec:
 
 
 def _by_layer(names: frozenset[str], num_layers: int) -> list[frozenset[str]]:
-    """Return the matrices, norms and biases of each layer among some parameters, by Hugging Face's names."""
+    """Return which parts of each layer are among some parameters, by Hugging Face's names."""
     found: list[set[str]] = [set() for _ in range(num_layers)]
     for name in names:
         layer = layer_of(name)

@@ -1,6 +1,7 @@
-"""The weights of a model, one row each: names, shape, division, initial values; and what is asked of the rows.
+"""The weights of a model, one row each, and what is asked of the rows.
 
-A row of a layer stands for that weight in every layer. Rows stand in the order in which the modules are made.
+A row of a layer stands for that weight in every layer. Rows stand in the order in which the modules
+are made.
 """
 
 from fnmatch import fnmatchcase
@@ -77,8 +78,8 @@ DIVIDED_INPUTS = frozenset(
     for weight in (EMBEDDING_WEIGHT, *_ATTENTION, *_FEED_FORWARD)
     if weight is EMBEDDING_WEIGHT or weight.divided == "inputs"
 )
-"""The matrices whose inputs tensor-parallel ranks divide, by Hugging Face's names; of the others they divide the
-outputs. The embedding is a matrix over tokens."""
+"""The matrices whose inputs tensor-parallel ranks divide, by Hugging Face's names; of the others
+they divide the outputs. The embedding is a matrix over tokens."""
 
 
 def weight_of(name: str) -> Weight:
@@ -94,7 +95,7 @@ def weight_of(name: str) -> Weight:
 
 
 def adapter_weight(name: str) -> tuple[str, Weight] | None:
-    """Return the name of the matrix that an adapter's parameter belongs to, and its row; None for other parameters."""
+    """Return the matrix of an adapter's parameter, and its row; None for other parameters."""
     for kind in ADAPTERS.values():
         for weight in kind.of_embedding if is_on_embedding(name) else kind.weights:
             if name.endswith(f".{weight.name}"):
@@ -103,7 +104,7 @@ def adapter_weight(name: str) -> tuple[str, Weight] | None:
 
 
 def rows_of_layer(*, sparse: bool) -> tuple[Weight, ...]:
-    """Return the rows of a layer with experts, or of a dense one, those with traits that it may lack included."""
+    """Return the rows of a layer with experts, or of a dense one, optional ones included."""
     return (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD), *_AFTER_FEED_FORWARD)
 
 
@@ -124,7 +125,7 @@ def is_on_embedding(name: str) -> bool:
 
 
 def is_look_up(name: str) -> bool:
-    """Return whether tokens look up their entries of an adapter's factor, rather than being multiplied with it."""
+    """Return whether an adapter's parameter is looked up by token, not multiplied with."""
     return is_on_embedding(name) and INPUTS in weight_of(name).shape
 
 
@@ -165,7 +166,7 @@ def part_name(name: str) -> str:
 
 
 def matches(name: str, pattern: str, model_type: ModelType) -> bool:
-    """Return whether a glob pattern matches our name or Hugging Face's of a parameter, with or without ``.weight``."""
+    """Return whether a glob matches our name or Hugging Face's, with or without ``.weight``."""
     for one in (name, hugging_face_name(name, model_type)):
         if fnmatchcase(one, pattern) or fnmatchcase(one.removesuffix(".weight"), pattern):
             return True

@@ -1,4 +1,4 @@
-"""Counts of a model's parameters: of some layers, for a token, trained or frozen, and as optimizers tell them apart.
+"""Counts of a model's parameters: in some layers, for a token, trained, frozen.
 
 ``ModelSpec`` itself has the counts that users read, such as ``num_parameters``.
 """
@@ -13,9 +13,10 @@ from llama_core.units import format_count
 
 
 def num_parameters_of(spec: ModelSpec, layers: range) -> int:
-    """Return the parameters, adapters included, of the part of the model that has consecutive layers.
+    """Return the parameters, adapters included, of the part with some consecutive layers.
 
-    The first layer brings the embedding, and the last one the final norm and the head, even a tied one.
+    The first layer brings the embedding, and the last one the final norm and the head, even a tied
+    one.
     """
     is_first = layers.start == 0
     is_last = layers.stop == spec.num_layers
@@ -65,7 +66,7 @@ def counts_in_words(spec: ModelSpec) -> str:
 
 @lru_cache(maxsize=64)  # plans of a search ask for it many times
 def trained_matrices(spec: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Return the shapes of the trained matrices of each layer: rows and columns, and before them the experts."""
+    """Return the shapes of the trained matrices of each layer: experts if any, rows, columns."""
     of_layers: list[list[tuple[int, ...]]] = [[] for _ in range(spec.num_layers)]
     for name, shape in (spec.parameter_shapes | spec.adapter_shapes).items():
         layer = layer_of(name)

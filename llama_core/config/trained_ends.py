@@ -1,4 +1,4 @@
-"""Which weights outside the layers a run trains: those of the embedding, the final norm and the head."""
+"""Which weights outside the layers a run trains: embedding, final norm and head."""
 
 from llama_core.config.model_spec import ModelSpec
 from llama_core.config.model_weights import EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT

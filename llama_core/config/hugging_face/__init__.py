@@ -1,4 +1,4 @@
-"""The ``config.json`` of a Hugging Face folder: the architecture of a Llama or of a relative, read and written.
+"""The ``config.json`` of a Hugging Face folder: the architecture of a Llama or a relative.
 
 * ``reading``: is this a folder, and which architecture does it describe?
 * ``writing``: which ``config.json`` describes this architecture?

@@ -1,12 +1,12 @@
-"""What the ``config.json`` of each type of models may say, a class each: its keys, their defaults, and our traits.
+"""What the ``config.json`` of each type of models may say, a class each: keys and our traits.
 
-A class reads and writes: its fields are the keys of a file, with the defaults of transformers' own configuration and,
-as the text below a key, the error message for any value that it does not admit. ``traits``, ``moe`` and the other
-properties turn them into those of ``ModelSpec``, and ``keys_of`` turns them back. The required keys and ``rope.py``
-are the same for all types.
+A class reads and writes: its fields are the keys of a file, with the defaults of transformers' own
+configuration and, as the text below a key, the error message for any value that it does not admit.
+``traits``, ``moe`` and the other properties turn them into those of ``ModelSpec``, and ``keys_of``
+turns them back. The required keys and ``rope.py`` are the same for all types.
 
-A relative is a Llama with traits; its ``row`` in ``model_types.py`` says which. To add one, write such a class with a
-row, and list it in ``FAMILIES``.
+A relative is a Llama with traits; its ``row`` in ``model_types.py`` says which. To add one, write
+such a class with a row, and list it in ``FAMILIES``.
 """
 
 import json
@@ -48,7 +48,7 @@ def _only_nf4(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class LlamaJson(BaseModel):
-    """A Llama's file, with the defaults of transformers' ``LlamaConfig``; the base of the other types."""
+    """A Llama's file, with the defaults of ``LlamaConfig``; the base class of the others."""
 
     model_config = STRICT
 
@@ -68,7 +68,7 @@ class LlamaJson(BaseModel):
     num_attention_heads: Size
     # without the key, every query head has its own, as in llama-7b, which is older than the key
     num_key_value_heads: Size | None = None
-    # without the key, the heads divide hidden_size, as in files older than the key, such as Llama-2-7b-hf's
+    # without the key, the heads divide hidden_size, as in Llama-2-7b-hf, which is older than it
     head_dim: Size | None = None
     rms_norm_eps: Positive = 1e-6
     max_position_embeddings: _Context = 2048
@@ -105,7 +105,7 @@ class LlamaJson(BaseModel):
 
     @property
     def traits(self) -> dict[str, Any]:
-        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
         return {name: value for name, value in self.row.always.items() if name != "moe"}
 
     @property
@@ -167,7 +167,7 @@ class LlamaJson(BaseModel):
 
 
 class MixtralJson(LlamaJson):
-    """The same for a mixture of experts, with the defaults of transformers' ``MixtralConfig``."""
+    """The same for a mixture of experts, with the defaults of ``MixtralConfig``."""
 
     row = MIXTRAL
     default_theta = 1_000_000.0
@@ -195,7 +195,7 @@ class MixtralJson(LlamaJson):
 
     @property
     def traits(self) -> dict[str, Any]:
-        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
         return super().traits | {"sliding_window": self.sliding_window or 0}
 
     @classmethod
@@ -212,7 +212,7 @@ class MixtralJson(LlamaJson):
 
 
 class MistralJson(LlamaJson):
-    """The same with a window in every layer, with the defaults of transformers' ``MistralConfig``."""
+    """The same with a window in every layer, with the defaults of ``MistralConfig``."""
 
     row = MISTRAL
 
@@ -221,12 +221,13 @@ class MistralJson(LlamaJson):
     """only MistralForCausalLM can be trained"""
     num_key_value_heads: Size | None = 8
     max_position_embeddings: _Context = 131_072
-    # a file without the key has Mistral-7B-v0.1's window; one with null, as Mistral-7B-Instruct-v0.2's, has none
+    # without the key, a model has Mistral-7B-v0.1's window; with null, it has none, as
+    # Mistral-7B-Instruct-v0.2
     sliding_window: Size | None = 4096  # type: ignore[assignment]
 
     @property
     def traits(self) -> dict[str, Any]:
-        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
         return {"sliding_window": self.sliding_window or 0}
 
     @classmethod
@@ -240,11 +241,12 @@ class _QwenJson(LlamaJson):
 
     num_key_value_heads: Size | None = 32
     max_position_embeddings: _Context = 32_768
-    # a key of Qwen3, whose models have none; the biases of Qwen2 have no key, since its class always has them
+    # a key of Qwen3, whose models have none; the biases of Qwen2 have no key, since its class
+    # always has them
     attention_bias: Literal[False] = False
     """only the biases of Qwen2 can be trained"""
 
-    # Qwen2.5-7B has sliding_window=131072 and max_window_layers=28, but no window, since this is false
+    # false in Qwen2.5-7B, which has no window in spite of sliding_window=131072
     use_sliding_window: bool = False
     sliding_window: Size | None = 4096  # type: ignore[assignment]
     # the layers without a window, which come first, whatever the name says
@@ -268,7 +270,7 @@ class _QwenJson(LlamaJson):
 
     @property
     def traits(self) -> dict[str, Any]:
-        """The traits of ``ModelSpec`` that tell this model from Llama; experts are not among them."""
+        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
         windowed = self._windowed
         if not windowed:
             return super().traits
@@ -310,7 +312,7 @@ class Qwen2Json(_QwenJson):
 
 
 class Qwen3Json(_QwenJson):
-    """The same with norms of queries and keys, with the defaults of transformers' ``Qwen3Config``."""
+    """The same with norms of queries and keys, with the defaults of ``Qwen3Config``."""
 
     row = QWEN3
 
@@ -327,7 +329,7 @@ class Qwen3Json(_QwenJson):
 
 
 class Qwen3MoeJson(_QwenJson):
-    """The same for a mixture of experts, with the defaults of transformers' ``Qwen3MoeConfig``."""
+    """The same for a mixture of experts, with the defaults of ``Qwen3MoeConfig``."""
 
     row = QWEN3_MOE
 
@@ -355,7 +357,7 @@ class Qwen3MoeJson(_QwenJson):
         return MoE(
             num_experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
-            # the gates of the chosen experts are divided by their sum, which equals a softmax over them alone
+            # the chosen gates are divided by their sum, which equals a softmax over them alone
             gate_softmax="chosen" if self.norm_topk_prob else "all",
             balance_loss_coefficient=_balance_loss_coefficient(self),
         )
@@ -367,7 +369,7 @@ class Qwen3MoeJson(_QwenJson):
 
     @property
     def _windowed(self) -> list[int]:
-        """The layers with a window: all or none, since its class in transformers has no layer_types."""
+        """The layers with a window: all or none, since this type has no ``layer_types``."""
         return list(range(self.num_hidden_layers)) if self._has_window else []
 
     @classmethod
@@ -391,8 +393,8 @@ class Qwen3MoeJson(_QwenJson):
 def _balance_loss_coefficient(config: MixtralJson | Qwen3MoeJson) -> float:
     """Return the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
 
-    transformers has one loss over the tokens of all layers together, which is K for even experts. Ours is a sum over
-    layers, each 1 for even experts.
+    transformers has one loss over the tokens of all layers together, which is K for even experts.
+    Ours is a sum over layers, each 1 for even experts.
     """
     return config.router_aux_loss_coef * config.num_experts_per_tok / config.num_hidden_layers
 

@@ -1,9 +1,10 @@
-"""Read the architecture that the ``config.json`` of a folder describes, or say in one line a problem why it is refused.
+"""Read the architecture that a folder's ``config.json`` describes, or say all that is wrong with it.
 
-A missing key has the default of transformers' configuration. A key that changes the function that the weights compute
-is refused unless we have the trait. Other keys are ignored: ``attention_dropout``, ``initializer_range`` and
-``router_jitter_noise`` are training settings, ``use_cache`` is a generation setting, and ``pretraining_tp`` only splits
-a product into slices that are added up again.
+A missing key has the default of transformers' configuration. A key that changes the function that
+the weights compute is refused unless we have the trait. Other keys are ignored:
+``attention_dropout``, ``initializer_range`` and ``router_jitter_noise`` are training settings,
+``use_cache`` is a generation setting, and ``pretraining_tp`` only splits a product into slices that
+are added up again.
 """
 
 import json
@@ -41,7 +42,7 @@ def is_folder(model: str) -> bool:
 
 
 def folder_name(model: str) -> str:
-    """Return the name of the model in a folder: its repository's if it comes from the Hub, else the folder's."""
+    """Return the name of the model in a folder: of its repository on the Hub, or of the folder."""
     folder = folder_of(model).resolve()
     return (repository_in_cache(folder) or folder.name).rpartition("/")[2]
 
@@ -76,8 +77,9 @@ def read_folder(model: str) -> ModelSpec:
         vocab_size=config.vocab_size,
         rope_theta=config.theta,
         norm_eps=config.rms_norm_eps,
-        # as written, even with linear scaling, where some authors write the length before scaling, as in
-        # vicuna-7b-v1.5-16k, and some the one after, as in deepseek-coder-6.7b-base: no key tells them apart
+        # as written, even with linear scaling, where some authors write the length before scaling,
+        # as in vicuna-7b-v1.5-16k, and some the one after, as in deepseek-coder-6.7b-base: no key
+        # tells them apart
         max_context=config.max_position_embeddings,
         default_seq_len=min(config.max_position_embeddings, LONGEST_DEFAULT),
         tied_embeddings=config.tie_word_embeddings,
@@ -89,7 +91,7 @@ def read_folder(model: str) -> ModelSpec:
 
 
 def ignored_settings(model: str) -> list[str]:
-    """Return a sentence on the settings of the rotary embedding in a folder that are ignored; none without any.
+    """Return a sentence on a folder's ignored settings of the rotary embedding; none without any.
 
     Args:
         model: a model's name, or a folder that ``read_folder`` reads.
@@ -111,7 +113,10 @@ def ignored_settings(model: str) -> list[str]:
 
 
 def _has_chat_template(folder: Path) -> bool:
-    """Return whether a model's tokenizer has a chat template; ``config.json`` does not say what it was trained on."""
+    """Return whether a model's tokenizer has a chat template.
+
+    If so, the model counts as trained on conversations, since ``config.json`` does not say.
+    """
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"  # where older versions of transformers write it
@@ -149,8 +154,8 @@ def _read_config(file: Path) -> LlamaJson:
     Raises:
         ConfigError: as ``read_folder``.
     """
-    # null is the default, as `"rope_scaling": null` of Llama-2-7b-hf; but a window that is null is none, as in
-    # Mistral-7B-Instruct-v0.2, whose type has one by default
+    # null is the default, as `"rope_scaling": null` of Llama-2-7b-hf; but a window that is null is
+    # none, as in Mistral-7B-Instruct-v0.2, whose type has one by default
     stated = _read_json(file)
     given = {key: value for key, value in stated.items() if value not in (None, {}) or key == "sliding_window"}
     model_type = str(given.get("model_type", "llama"))
@@ -184,7 +189,7 @@ def _describe(detail: ErrorDetails, family: type[LlamaJson]) -> Iterator[str]:
     if isinstance(cause, ConfigError):
         yield from cause.problems
         return
-    # Pydantic's path also has the place in a list, and the type of the rotary embedding that it chose
+    # Pydantic's path also has the place in a list, and which type of rotary embedding it chose
     path = [part for part in detail["loc"] if isinstance(part, str) and part not in ROPE_TYPES]
     key = ".".join(path)
     value = detail["input"]

@@ -1,8 +1,8 @@
 """The rotary embedding in a ``config.json``: its keys, read as our scalings and written from them.
 
-transformers 4 has the key ``rope_theta`` and, if positions are scaled, a mapping ``rope_scaling``. transformers 5 has
-one mapping ``rope_parameters`` with both. A file may have all of them, since we write them all, and people edit files
-for the version that they have; then they must agree.
+transformers 4 has the key ``rope_theta`` and, if positions are scaled, a mapping ``rope_scaling``.
+transformers 5 has one mapping ``rope_parameters`` with both. A file may have all of them, since we
+write them all, and people edit files for the version that they have; then they must agree.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 UNKNOWN_ROPE_TYPE = "rope_type"
 """Pydantic's type of the error for any other."""
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-"""How a file is checked. The text below a key is the error message for a wrong value, so what a reader of the code
-should know stands above it."""
+"""How a file is checked. The text below a key is the error message for a wrong value, so what a
+reader of the code should know stands above it."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _THEIR_NAMES = {"kind": "rope_type", "original_context": _ORIGINAL_CONTEXT}
 """The keys of our settings; the others have the same name in both."""
@@ -38,14 +38,14 @@ _THEIR_NAMES = {"kind": "rope_type", "original_context": _ORIGINAL_CONTEXT}
 class Rope(BaseModel):
     """A mapping of an unscaled rotary embedding.
 
-    As in transformers, other keys are ignored; ``reading.ignored_settings`` names them. The mapping of
-    Yarn-Llama-2-7b-128k has ``finetuned``, for example.
+    As in transformers, other keys are ignored; ``reading.ignored_settings`` names them. The mapping
+    of Yarn-Llama-2-7b-128k has ``finetuned``, for example.
     """
 
     model_config = STRICT | ConfigDict(extra="allow")
 
     rope_type: str | None = None
-    # what rope_type was called at first, and still is in what Qwen2.5-7B-Instruct's card says on YaRN
+    # what rope_type was called at first, and still is in the card of Qwen2.5-7B-Instruct
     type: str | None = None
     rope_theta: Positive | None = None
     original_max_position_embeddings: Size | None = None
@@ -96,7 +96,7 @@ class _YarnRope(_LinearRope):
 
     def scaling(self, original_context: int) -> RopeScaling:
         amplitude = self.attention_factor
-        # the two keys came with DeepSeek-V2; transformers reads them for every model, and only together
+        # both came with DeepSeek-V2; transformers reads them for every model, and only together
         if amplitude is None and self.mscale and self.mscale_all_dim:
             of_rotation = yarn_amplitude(self.factor, self.mscale)
             amplitude = of_rotation / yarn_amplitude(self.factor, self.mscale_all_dim)
@@ -111,7 +111,7 @@ class _YarnRope(_LinearRope):
 
 
 def rope_type(given: Any) -> Any:
-    """Return the type that a mapping names, under its newer or its older key; None of anything else."""
+    """Return the type that a mapping names, under its newer or older key; None of anything else."""
     if not isinstance(given, dict):
         return None
     return given.get("rope_type", given.get("type", "default"))
@@ -170,8 +170,7 @@ class RopeInFile:
 
     def _contradictions_of(self, mapping: str, rope: Rope) -> Iterator[str]:
         for key, value in (rope.model_extra or {}).items():
-            # transformers may rotate each type of layers in another way: with its version 5, Gemma 3 has a mapping
-            # for layers with a window and one for those without
+            # a mapping for each type of layers, as Gemma 3 has in transformers 5
             if isinstance(value, dict):
                 yield f"{mapping}.{key}: not a setting of Llama's rotary embedding"
         contexts = self._original_contexts(mapping, rope)
@@ -199,8 +198,8 @@ class RopeInFile:
     def _original_contexts(self, mapping: str, rope: Rope) -> dict[str, int]:
         """Return the context before scaling by each key that gives it.
 
-        The one outside the mapping comes first, as in transformers 5. Phi-3-mini-128k-instruct has it there; Llama 3.1
-        has it inside.
+        The one outside the mapping comes first, as in transformers 5. Phi-3-mini-128k-instruct has
+        it there; Llama 3.1 has it inside.
         """
         contexts = {}
         if self.outer_original_context is not None:

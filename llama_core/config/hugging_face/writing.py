@@ -19,7 +19,7 @@ def config_json(
     bos_id: int | None = None,
     eos_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
-    """Return ``config.json``, with the rotary embedding and the dtype under the keys of both versions.
+    """Return ``config.json``, with rotary embedding and dtype under the keys of both versions.
 
     Args:
         spec: the architecture.

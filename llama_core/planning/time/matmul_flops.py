@@ -1,6 +1,7 @@
-"""The FLOPs of a token's products with parameters: 2 for each parameter and product, whatever the sequence length.
+"""The FLOPs of a token's products with parameters: 2 for each parameter and product.
 
-Attention's products of queries, keys and values with each other come on top: see ``step_time.flops_per_token``.
+Attention's products of queries, keys and values with each other come on top: see
+``step_time.flops_per_token``.
 """
 
 import math
@@ -15,7 +16,8 @@ from llama_core.config.trained_ends import trains_head
 def matmul_flops_per_token(spec: ModelSpec) -> int:
     """Return those of a forward and a backward.
 
-    A trained parameter takes part in three products. A frozen one has no gradient and takes part in two.
+    A trained parameter takes part in three products. A frozen one has no gradient and takes part in
+    two.
     """
     adapters = _adapter_matmul_parameters(spec)
     return 4 * num_matmul_parameters(spec) + 2 * _trained_matmul_parameters(spec) + 6 * adapters
@@ -29,8 +31,8 @@ def forward_matmul_flops_per_token(spec: ModelSpec) -> int:
 def num_matmul_parameters(spec: ModelSpec) -> int:
     """Return how many parameters every token is multiplied with: those of all layers and the head.
 
-    The embedding is a look-up and does not count. The router counts, and the experts that a token is routed to.
-    Adapters do not: see ``matmul_flops_per_token``.
+    The embedding is a look-up and does not count. The router counts, and the experts that a token
+    is routed to. Adapters do not: see ``matmul_flops_per_token``.
     """
     dense = spec.num_layers * layer_matmul_parameters(spec) + spec.embedding_parameters
     if spec.moe is None:
@@ -47,7 +49,7 @@ def layer_matmul_parameters(spec: ModelSpec) -> int:
 
 @lru_cache(maxsize=64)  # the plans of a search share a model
 def _adapter_matmul_parameters(spec: ModelSpec) -> int:
-    """Return how many parameters of adapters every token is multiplied with: all matrices, but no look-up."""
+    """Return how many parameters of adapters a token is multiplied with: matrices, no look-up."""
     total = 0
     for name, shape in spec.adapter_shapes.items():
         if len(shape) == 2 and not is_look_up(name):
