@@ -14,7 +14,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llama_core.config.models import hugging_face_name, model_spec
+from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.models import model_spec
 from llama_core.models.llama import Llama
 
 

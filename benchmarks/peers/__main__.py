@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.pages import keep, rewrite
 from benchmarks.peers.turns import BATCHES, STEP
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, worker_environment

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from shutil import disk_usage
 
-from llama_core.config.hugging_face.reading import ignored_settings
+from llama_core.config.config_json.reading import ignored_settings
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DataConfig, DataSource, paths_of

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from llama_core.config.hugging_face.reading import absolute_path, folder_name, is_folder, read_folder
+from llama_core.config.config_json.reading import absolute_path, folder_name, is_folder, read_folder
 from llama_core.config.model_spec import NormPlacement, NormWidth
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.adapters.registry import adapter_of_json
-from llama_core.config.hugging_face.reading import is_folder, read_folder
+from llama_core.config.config_json.reading import is_folder, read_folder
 from llama_core.config.section import Section
 from llama_core.config.strategy import PARTS
 from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml

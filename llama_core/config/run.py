@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.commands import refuse_commands_of_others
+from llama_core.config.config_json.reading import is_folder
 from llama_core.config.contradictions import (
     MODEL,
     endless_warmup,
@@ -43,7 +44,6 @@ from llama_core.config.contradictions import (
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.files import read_yaml
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, fewest_nodes, gpu_spec
-from llama_core.config.hugging_face.reading import is_folder
 from llama_core.config.model_spec import BaseShape
 from llama_core.config.models import ModelSpec
 from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides

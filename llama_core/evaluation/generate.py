@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llama_core.config.hugging_face.reading import ignored_settings
+from llama_core.config.config_json.reading import ignored_settings
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER

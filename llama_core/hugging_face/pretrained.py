@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from llama_core.config.hugging_face.reading import read_folder
+from llama_core.config.config_json.reading import read_folder
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import RopeScaling

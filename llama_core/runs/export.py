@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig

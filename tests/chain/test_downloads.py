@@ -17,7 +17,7 @@ from llama_core.chain.downloads import resolve
 from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview
-from llama_core.config.hugging_face.reading import read_folder
+from llama_core.config.config_json.reading import read_folder
 from llama_core.config.run import RunConfig
 from llama_core.errors import HubError
 from llama_core.hub import HubName, folder_of, look_up

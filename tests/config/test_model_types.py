@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields, replace
 
 import pytest
 
-from llama_core.config.hugging_face.reading import read_folder
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.reading import read_folder
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_spec import BaseShape
 from llama_core.config.model_types import MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
 from llama_core.config.model_weights import hugging_face_name

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from malformed import cases, changed, damaged, damaged_json, keep_the_law, naming, write
 
-from llama_core.config.hugging_face.reading import read_folder
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.reading import read_folder
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizers.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, WeightsError

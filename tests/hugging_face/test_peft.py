@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_pretrained import CONFIG, SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA
 from llama_core.errors import WeightsError

@@ -10,7 +10,7 @@ from hugging_face_models import model_with_large_weights, renamed
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig

@@ -24,8 +24,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from whole_logits import logits_of_documents
 
-from llama_core.config.hugging_face.reading import read_folder
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.reading import read_folder
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling

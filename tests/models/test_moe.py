@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from llama_core.config.hugging_face.reading import read_folder
+from llama_core.config.config_json.reading import read_folder
 from llama_core.config.strategy import MoE
 from llama_core.models import grouped
 from llama_core.models.batch import Batch

@@ -15,8 +15,8 @@ from trained_tokenizers import byte_level
 from llama_core.chain.expected import CPU_SHARE, _reference_seconds
 from llama_core.chain.planned import plan_for_gpu, planned_as
 from llama_core.chain.prepare import refuse_unfit_teacher
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.hardware import gpu_spec
-from llama_core.config.hugging_face.writing import config_json
 from llama_core.config.models import model_spec
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig

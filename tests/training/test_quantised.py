@@ -11,7 +11,7 @@ from test_packed_base import SIZES, request, trained
 from test_weights import filled, lively, logits_of_transformers, save_folder
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
-from llama_core.config.hugging_face.reading import read_folder
+from llama_core.config.config_json.reading import read_folder
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import LoRA

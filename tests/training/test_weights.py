@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.run import RunConfig
 from llama_core.data.tokenizers.tokenizer import load_tokenizer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llama_core.config.hugging_face.writing import DTYPES
+from llama_core.config.config_json.writing import DTYPES
 from llama_core.units import parse_count, parse_whole_count
 from training_infra.flags import LONG_NAMES, Flag
 from training_infra.parser import Parser

@@ -6,8 +6,8 @@ import pytest
 
 from llama_core.chain.planned import with_keys
 from llama_core.config.architecture import ArchitectureConfig
-from llama_core.config.hugging_face.reading import ignored_settings, is_folder, read_folder
-from llama_core.config.hugging_face.writing import config_json
+from llama_core.config.config_json.reading import ignored_settings, is_folder, read_folder
+from llama_core.config.config_json.writing import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.overrides import Override
 from llama_core.config.rope import LinearScaling

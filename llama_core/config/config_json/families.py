@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, Field, model_validator
 
-from llama_core.config.hugging_face.rope import STRICT, AnyRope, One, Positive, RopeInFile, Size
+from llama_core.config.config_json.rope import STRICT, AnyRope, One, Positive, RopeInFile, Size
 from llama_core.config.model_types import (
     LLAMA,
     MISTRAL,

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from llama_core.config.hugging_face.families import FAMILIES, LlamaJson
-from llama_core.config.hugging_face.rope import rope_keys
+from llama_core.config.config_json.families import FAMILIES, LlamaJson
+from llama_core.config.config_json.rope import rope_keys
 from llama_core.config.model_types import stated_by_none
 from llama_core.config.models import ModelSpec
 from llama_core.errors import ConfigError
