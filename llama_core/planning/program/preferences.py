@@ -1,4 +1,4 @@
-"""The head, and the loss of pairs of answers: the cross-entropy of each token, which the backward computes again.
+"""The head, and the loss of pairs of answers: each token's cross-entropy, computed twice.
 
 Read it beside ``models/preferences.py`` and ``linear_cross_entropies`` in ``models/loss.py``.
 """
@@ -7,21 +7,23 @@ from llama_core.planning.program import ends
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Product, Size
 
 VALUES_PER_TOKEN = 4
-"""Of each token: its log-probability, whether an answer begins with it, whether it counts, and its reference."""
+"""Of each token: its log-probability, whether an answer begins with it, whether it counts, and its
+reference."""
 
 
 class Head(ends.Head):
-    """The head, with the cross-entropy of each token, from which the losses of whole answers are made."""
+    """The head, with each token's cross-entropy, from which the losses of answers are made."""
 
     def loss(self, pairs: list[tuple[int, int]]) -> int:
-        """Append the cross-entropies of the sum of some products of tokens and a matrix, and the loss of the answers.
+        """Append the cross-entropies of a sum of products, and the loss of the answers.
 
         Args:
-            pairs: the factors of each product.
+            pairs: the factors of each product, of tokens and a matrix.
         """
         tokens = self.tokens
-        num_chunks, held, moved = self.logits()
-        held_back = held + 2 * tokens * FP32_BYTES  # losses again, and what each token's gradient is multiplied with
+        num_chunks, held, moved = self.logits()  # the backward computes the logits a second time
+        # losses again, and what each token's gradient is multiplied with
+        held_back = held + 2 * tokens * FP32_BYTES
         moved_back = moved + 2 * tokens * self.vocab_size * self.itemsize
         products = []
         for factors in self.factors(pairs):
@@ -45,4 +47,5 @@ class Head(ends.Head):
         )
         # sums over answers: a number and some values of each token, and as many of each answer
         values = tokens * (INT64_BYTES + 2 * VALUES_PER_TOKEN * FP32_BYTES)
-        return self.result("answers", [losses], Size(0, FP32_BYTES), workspace=BothWays(values, tokens * FP32_BYTES))
+        workspace = BothWays(values, tokens * FP32_BYTES)
+        return self.result("answers", [losses], Size(0, FP32_BYTES), workspace=workspace)
