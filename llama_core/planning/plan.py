@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from typing import Any, Self
 
 from llama_core.attention import kernels_of, refusal
@@ -22,22 +21,22 @@ from llama_core.config.run import (
 from llama_core.errors import PlanError
 from llama_core.planning.stages import cut_layers
 from llama_core.schedules.actions import Schedule
-from llama_core.schedules.registry import DEFAULT_SCHEDULE, SCHEDULES, build_schedule, schedule_type
+from llama_core.schedules.registry import (
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    remembered_schedule,
+    schedule_type,
+)
 from llama_core.units import divisors
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The axes of the ranks, slowest varying first: ranks on the last ones share a machine and communicate most."""
+"""The axes of the ranks, slowest varying first.
 
-FP8_MULTIPLE = 16
-"""Every side of a product in fp8 is a multiple of this."""
-
-KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
-"""Matrices whose products selective recomputation keeps, along with attention's output.
-
-It recomputes those of wk and w3. No backward reads the product of w2.
+Ranks on the last ones share a machine and communicate most.
 """
 
-remembered_schedule = lru_cache(maxsize=64)(build_schedule)  # plans look up their stages many times
+FP8_MULTIPLE = 16
+"""Every side of a product in fp8 is a multiple of this: torch's ``_scaled_mm`` takes no others."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class ParallelPlan:
     """How one optimizer step is divided over ranks and microbatches.
 
     Raises:
-        PlanError: naming every size that is out of range and every pair of choices that exclude each other.
+        PlanError: naming every size that is out of range and every pair of choices that exclude
+            each other.
     """
 
     tp: int = 1
@@ -55,13 +55,13 @@ class ParallelPlan:
     cp: int = 1
     """Context-parallel ranks, which divide every sequence."""
     ep: int = 1
-    """Expert-parallel ranks, which divide the experts of a mixture: neighbours among the data-parallel ranks."""
+    """Expert-parallel ranks, which divide the experts: neighbours among the data-parallel ranks."""
     dp_shard: int = 1
     """Data-parallel ranks that shard optimizer states, gradients and weights."""
     dp_replicate: int = 1
     """Copies of the sharding group."""
     sequence_parallel: bool = True
-    """Whether tensor-parallel ranks divide the sequence between the matrices; no effect with tp=1."""
+    """Whether tensor-parallel ranks divide the sequence between matrices; no effect with tp=1."""
     zero_stage: int = 0
     """What the sharding ranks divide: 1 optimizer states, 2 also gradients, 3 also weights."""
     zero_backend: ZeroBackend = "native"
@@ -79,7 +79,7 @@ class ParallelPlan:
     recompute: RecomputeMode = "none"
     """What the backward pass recomputes instead of keeping."""
     recomputed_layers: tuple[int, ...] | None = None
-    """Number of layers of each stage, from its first, that ``recompute`` applies to; None means all."""
+    """Layers of each stage, from its first, that ``recompute`` applies to; None means all."""
     gradient_compression: GradientCompression = "none"
     """How gradients are compressed between data-parallel ranks."""
     compile: bool = False
@@ -104,13 +104,14 @@ class ParallelPlan:
                 yield f"{name}={getattr(self, name)} is not at least 1"
         if self.num_microbatches > MAX_MICROBATCHES:
             yield (
-                f"num_microbatches={self.num_microbatches} in one step, of {self.microbatch_size} sequences each, is "
-                f"above {MAX_MICROBATCHES}; use a smaller batch_size, a larger microbatch_size or more gpus"
+                f"num_microbatches={self.num_microbatches} in one step, of {self.microbatch_size} "
+                f"sequences each, is above {MAX_MICROBATCHES}; use a smaller batch_size, a larger "
+                "microbatch_size or more gpus"
             )
         if self.pp * self.num_chunks > MAX_LAYERS:  # their schedule would take minutes to build
             yield (
-                f"pp={self.pp} with num_chunks={self.num_chunks} makes more stages than the {MAX_LAYERS} layers "
-                "that a model may have; use fewer"
+                f"pp={self.pp} with num_chunks={self.num_chunks} makes more stages than the "
+                f"{MAX_LAYERS} layers that a model may have; use fewer"
             )
         if self.zero_stage not in range(4):
             yield f"zero_stage={self.zero_stage} is not one of 0, 1, 2, 3"
@@ -142,8 +143,8 @@ class ParallelPlan:
         least = schedule_type(self.schedule).min_microbatches
         if self.pp > 1 and self.num_microbatches < least:
             yield (
-                f"schedule={self.schedule} runs num_microbatches={self.num_microbatches} in one direction only; "
-                f"use at least {least}, or another schedule"
+                f"schedule={self.schedule} runs num_microbatches={self.num_microbatches} in one "
+                f"direction only; use at least {least}, or another schedule"
             )
         if self.recomputed_layers is not None and len(self.recomputed_layers) != self.num_stages:
             yield f"recomputed_layers={self.recomputed_layers} needs one number for each of {self.num_stages} stages"
@@ -157,8 +158,8 @@ class ParallelPlan:
             yield f"ep={self.ep} neither divides dp_shard={self.dp_shard} nor is a multiple of it"
         if self.compile and self.ep > 1 and self.recompute != "none":
             yield (
-                f"compile with ep={self.ep} and recompute={self.recompute} would compile nothing, because tokens leave "
-                "the recomputed block; use recompute=none, or no compile"
+                f"compile with ep={self.ep} and recompute={self.recompute} would compile nothing, "
+                "because tokens leave the recomputed block; use recompute=none, or no compile"
             )
         yield from self._exclusions_of_split_backwards()
         yield from self._exclusions_of_deepspeed()
@@ -175,8 +176,9 @@ class ParallelPlan:
             return
         if self.dp * self.cp * self.tp > 1 or self.recompute != "none" or self.compile:
             yield (
-                f"schedule={self.schedule} computes weight gradients separately, which works with pipeline parallelism "
-                f"only (no tp, cp, data parallelism, recompute or compile); use schedule={DEFAULT_SCHEDULE}"
+                f"schedule={self.schedule} computes weight gradients separately, which works with "
+                "pipeline parallelism only (no tp, cp, data parallelism, recompute or compile); "
+                f"use schedule={DEFAULT_SCHEDULE}"
             )
 
     def _exclusions_of_deepspeed(self) -> Iterator[str]:
@@ -196,8 +198,8 @@ class ParallelPlan:
     def _exclusions_of_compression(self) -> Iterator[str]:
         if self.gradient_compression == "powersgd" and not self._holds_whole_model:
             yield (
-                "gradient_compression=powersgd needs the whole model on every rank (zero_stage=0, tp=1, pp=1, ep=1); "
-                "use bf16"
+                "gradient_compression=powersgd needs the whole model on every rank (zero_stage=0, "
+                "tp=1, pp=1, ep=1); use bf16"
             )
 
     def check(self, spec: ModelSpec, *, seq_len: int, precision: Precision) -> None:
@@ -225,10 +227,12 @@ class ParallelPlan:
                 )
         if self.num_stages > spec.num_layers:
             yield (
-                f"{self.num_stages} pipeline stages (pp={self.pp}) are more than the {spec.num_layers} layers of "
-                f"{spec.name}; use at most pp={spec.num_layers * self.pp // self.num_stages}"
+                f"{self.num_stages} pipeline stages (pp={self.pp}) are more than the "
+                f"{spec.num_layers} layers of {spec.name}; use at most "
+                f"pp={spec.num_layers * self.pp // self.num_stages}"
             )
-        cut = 2 * self.cp if self.cp > 1 else 1  # each rank holds one piece from either end, see parallel.context
+        # each rank holds one piece from either end of a sequence, see parallel.context
+        cut = 2 * self.cp if self.cp > 1 else 1
         if seq_len % cut:
             yield f"seq_len={seq_len} is not a multiple of {cut} (2 x cp); use {-(-seq_len // cut) * cut}"
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
@@ -289,7 +293,7 @@ class ParallelPlan:
         return place
 
     def dp_rank(self, rank: int) -> int:
-        """Return the position of a global rank among the ranks that train on different sequences."""
+        """Return the position of a global rank among those that train on different sequences."""
         copy = self.coordinate(rank, "dp_replicate")
         return copy * self.dp_shard + self.coordinate(rank, "dp_shard")
 
@@ -313,12 +317,15 @@ class ParallelPlan:
 
     @property
     def uses_fully_shard(self) -> bool:
-        """Whether ``fully_shard`` gathers the weights; else a rank has them whole, alone or as a copy of the model."""
+        """Whether ``fully_shard`` gathers the weights.
+
+        Else a rank has them whole, alone or as a copy of the model.
+        """
         return self.dp * self.cp > 1 and not self._holds_whole_model
 
     @property
     def averages_in_buckets(self) -> bool:
-        """Whether ranks that each have the whole model average their gradients, bucket by bucket."""
+        """Whether ranks with the whole model each average their gradients, bucket by bucket."""
         return self.dp * self.cp > 1 and self._holds_whole_model
 
     @property
@@ -327,17 +334,19 @@ class ParallelPlan:
 
     @property
     def keeps_cast_weights(self) -> bool:
-        """Whether a rank keeps its matrices in the dtype of activations too, if that is not their own.
+        """Whether a rank also keeps its matrices in the dtype of activations, if that is another.
 
-        It pays where several microbatches of a step would cast whole weights anew. It costs no memory where each of
-        them would keep what it has cast for its backward; with recomputation none does.
+        It pays where several microbatches of a step would cast whole weights anew. It costs no
+        memory where each of them would keep what it has cast for its backward; with recomputation
+        none does.
         """
         is_whole = self.zero_backend == "native" and not self.uses_fully_shard
         return is_whole and self.num_microbatches > 1 and self.recompute == "none"
 
     @property
     def num_shards(self) -> int:
-        """Ranks that each have a part of the same weights' states: context-parallel ranks hold the same weights too."""
+        """Ranks that each have a part of the same weights' states."""
+        # context-parallel ranks hold the same weights too
         return self.dp_shard * self.cp if self.zero_stage else 1
 
     @property
@@ -357,7 +366,8 @@ class ParallelPlan:
 
     @property
     def fewer_expert_shards(self) -> int:
-        """The factor by which experts have fewer shards than other weights: ranks that divide experts do not shard."""
+        """The factor by which experts have fewer shards than other weights."""
+        # ranks that divide experts do not shard them too
         return math.gcd(self.ep, self.dp_shard)
 
     @property
@@ -367,7 +377,7 @@ class ParallelPlan:
 
     @property
     def rows_per_forward(self) -> int:
-        """Sequences of one forward: a microbatch, or the part of one that the schedule cuts it into."""
+        """Sequences of one forward: a microbatch, or the part into which the schedule cuts it."""
         return self.microbatch_size // self.layout.parts_per_microbatch
 
     @property
@@ -396,7 +406,7 @@ class ParallelPlan:
 
     @property
     def layout(self) -> Schedule:
-        """The schedule of a short step with the same stages on the same ranks, which is quick to build."""
+        """The schedule of a short step with the same stages on the same ranks, quick to build."""
         period = 2 * self.pp  # the largest group of microbatches that any schedule repeats
         return self.schedule_of(min(self.num_microbatches, period + self.num_microbatches % period))
 
@@ -417,14 +427,16 @@ class ParallelPlan:
         """Return the recompute mode of every layer, stage by stage."""
         stages = self.stage_layers(spec)
         counts = self.recomputed_layers or [len(layers) for layers in stages]
-        return tuple(
-            tuple(self.recompute if place < count else "none" for place in range(len(layers)))
-            for count, layers in zip(counts, stages, strict=True)
-        )
+        modes: list[tuple[RecomputeMode, ...]] = []
+        for count, layers in zip(counts, stages, strict=True):
+            recomputed = [self.recompute] * min(count, len(layers))
+            kept: list[RecomputeMode] = ["none"] * (len(layers) - len(recomputed))
+            modes.append((*recomputed, *kept))
+        return tuple(modes)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Settings that have no effect in this plan, or an effect that may surprise, a sentence each."""
+        """Settings without an effect in this plan, or with one that may surprise, in sentences."""
         return tuple(self._without_effect())
 
     def _without_effect(self) -> Iterator[str]:
@@ -440,7 +452,6 @@ class ParallelPlan:
             yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"
         if self.pp == 1 and self.schedule != DEFAULT_SCHEDULE:
             yield f"schedule={self.schedule} has no effect with pp=1"
-
         if self.attention == "math":
             yield "attention=math holds all scores and is slow; the estimate counts its memory but not its time"
 

@@ -1,10 +1,14 @@
-"""All schedules by name. To add one, add its ``ScheduleType`` here, or bring it in a package of your own.
+"""All schedules by name.
+
+To add one, add its ``ScheduleType`` here, or bring it in a package of your own.
 
 Costs are in ``docs/schedules.md``.
 
-Symbols there and in the schedules' files: D ranks, N microbatches, F and B the times of one stage's forward and
-backward.
+Symbols there and in the schedules' files: D ranks, N microbatches, F and B the times of one stage's
+forward and backward.
 """
+
+from functools import lru_cache
 
 from llama_core.errors import PlanError, not_one_of
 from llama_core.registry import Registry
@@ -30,7 +34,7 @@ def schedule_names() -> tuple[str, ...]:
 
 
 def searched_schedules() -> tuple[ScheduleType, ...]:
-    """Return the schedules among which a search chooses; one of a package is only run if it is asked for."""
+    """Return the schedules among which a search chooses; one of a package runs only if asked for."""
     return SCHEDULES.built_in()
 
 
@@ -52,17 +56,24 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, num_chun
     Args:
         name: one of ``schedule_names()``.
         num_ranks: ranks of the pipeline.
-        num_microbatches: microbatches of one optimizer step, before they are cut into ``parts_per_microbatch``.
-        num_chunks: stages on each rank, for a schedule that takes chunks; 1 for the others, which set their own number.
+        num_microbatches: microbatches of one optimizer step, before they are cut into
+            ``parts_per_microbatch``.
+        num_chunks: stages on each rank, for a schedule that takes chunks; 1 for the others, which
+            set their own number.
 
     Raises:
         PlanError: naming the illegal value and the legal ones.
     """
     schedule = schedule_type(name)
-    for size, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("num_chunks", num_chunks)):
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    for size, value in sizes.items():
         if value < 1:
             raise PlanError(f"{size}={value} is not at least 1")
     if num_chunks > 1 and not schedule.takes_chunks:
         takers = ", ".join(other.name for other in SCHEDULES.values() if other.takes_chunks)
         raise PlanError(f"num_chunks={num_chunks} needs schedule={takers}; use 1 with {name}")
     return schedule.build(num_ranks, num_microbatches, num_chunks)
+
+
+remembered_schedule = lru_cache(maxsize=64)(build_schedule)
+"""The same, kept for the next call, because plans look up their stages many times."""

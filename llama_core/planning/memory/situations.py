@@ -1,16 +1,16 @@
-"""The situations in which a rank of a pipeline computes during one optimizer step, from the schedule alone.
+"""The situations of a pipeline's rank during one optimizer step, from the schedule alone.
 
-A rank's bytes depend on where it stands in the step: which of its stages have run and have gradients, and how many
-microbatches it holds between their forward and their backward. That is the same for every model, so it is walked once
-for each schedule.
+A rank's bytes depend on where it stands in the step: which of its stages have run and have
+gradients, and how many microbatches it holds between their forward and their backward. That is the
+same for every model, so it is walked once for each schedule.
 """
 
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from llama_core.planning.plan import remembered_schedule
 from llama_core.schedules.actions import Kind
+from llama_core.schedules.registry import remembered_schedule
 from llama_core.schedules.walk import Held, Situation, walk
 
 
@@ -26,7 +26,7 @@ class Moment(NamedTuple):
 def situations(
     schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int, pp_rank: int, num_skipped: int
 ) -> tuple[tuple[Situation, tuple[Moment, ...]], ...]:
-    """Return a rank's situations in a step, each with the moments, in order, at which it may hold most.
+    """Return a rank's situations, each with the moments, in order, at which it may hold most.
 
     Args:
         schedule: the name of the schedule.
@@ -34,16 +34,23 @@ def situations(
         num_microbatches: those to walk.
         num_chunks: stages per rank, for a schedule that takes chunks.
         pp_rank: the rank.
-        num_skipped: further microbatches between a stage's first and last one that are held but not walked.
+        num_skipped: further microbatches between a stage's first and last one that are held but not
+            walked.
     """
-    built = remembered_schedule(schedule, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    built = remembered_schedule(
+        schedule,
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+    )
     seen: dict[Situation, dict[Held, int]] = {}
     for number, turn in enumerate(walk(built, pp_rank, num_skipped=num_skipped)):
         seen.setdefault(_representative(turn.situation), {}).setdefault(turn.held, number)
-    return tuple(
-        (situation, tuple(sorted(Moment(numbers[held], held) for held in _fullest(numbers))))
-        for situation, numbers in seen.items()
-    )
+    found = []
+    for situation, numbers in seen.items():
+        moments = [Moment(numbers[held], held) for held in _fullest(numbers)]
+        found.append((situation, tuple(sorted(moments))))
+    return tuple(found)
 
 
 def _representative(situation: Situation) -> Situation:
@@ -57,8 +64,13 @@ def _representative(situation: Situation) -> Situation:
 
 def _fullest(amounts: Iterable[Held]) -> list[Held]:
     """Return the amounts that no other one covers."""
+
+    def total(held: Held) -> int:
+        return sum(held.in_flight) + sum(held.deferred) + held.messages
+
     kept: list[Held] = []
-    for held in sorted(amounts, key=lambda held: -sum(held.in_flight) - sum(held.deferred) - held.messages):
+    # from the largest, because an amount is only covered by one whose total is at least as large
+    for held in sorted(amounts, key=total, reverse=True):
         if not any(_covers(other, held) for other in kept):
             kept.append(held)
     return kept
@@ -66,7 +78,8 @@ def _fullest(amounts: Iterable[Held]) -> list[Held]:
 
 def _covers(one: Held, other: Held) -> bool:
     """Return whether there is at least as much of everything."""
-    return one.messages >= other.messages and all(
-        own >= others
-        for own, others in zip(one.in_flight + one.deferred, other.in_flight + other.deferred, strict=True)
-    )
+    if one.messages < other.messages:
+        return False
+    own = one.in_flight + one.deferred
+    others = other.in_flight + other.deferred
+    return all(mine >= theirs for mine, theirs in zip(own, others, strict=True))

@@ -21,8 +21,13 @@ from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic, Traffic
 ROTATION_ACCESSES = 11
 """How often eager kernels read or write a number in fp32 to rotate it: casts, four products, two sums, and a copy."""
 ROTATION_KERNELS = 9
+KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
+"""Matrices whose products selective recomputation keeps, along with attention's output.
+
+It recomputes those of wk and w3. No backward reads the product of w2.
+"""
 COSTLY = frozenset({"q_proj", "v_proj", "o_proj", "gate_proj"})
-"""Matrices whose products selective recomputation keeps: Hugging Face's names of ``plan.KEPT_PRODUCTS``."""
+"""Hugging Face's names of ``KEPT_PRODUCTS``."""
 
 
 class Layer(ModelProgram):
