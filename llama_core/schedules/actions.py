@@ -1,8 +1,8 @@
-"""A pipeline schedule: the actions of every rank, in order, with the sends and receives between ranks.
+"""A pipeline schedule: the actions of every rank, in order, with what ranks send to each other.
 
-A stage is a group of consecutive layers; stages are counted from the input. A microbatch goes forward through all
-stages, then backward from the last stage to the first. Actions are written as in torch's pipelining CSV: ``0F3`` is
-the forward of microbatch 3 on stage 0.
+A stage is a group of consecutive layers; stages are counted from the input. A microbatch goes
+forward through all stages, then backward from the last stage to the first. Actions are written as
+in torch's pipelining CSV: ``0F3`` is the forward of microbatch 3 on stage 0.
 """
 
 import re
@@ -45,9 +45,17 @@ RELEASES = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
 """Actions after which a stage no longer holds anything of the microbatch."""
 
 _FEEDS = {Kind.RECV_F: {Kind.FORWARD}, Kind.RECV_B: BACKWARDS}
-_WAYS_TO_RUN = ([Kind.FORWARD, Kind.BACKWARD], [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT])
-# Any positive times give an order without deadlock; these give the lists that run best on real models.
-_USUAL_TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT_GRADIENT: 1.0, Kind.WEIGHT_GRADIENT: 1.0}
+_WAYS_TO_RUN = (
+    [Kind.FORWARD, Kind.BACKWARD],
+    [Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT],
+)
+# any positive times give an order without deadlock; these give the lists that run best
+_USUAL_TIMES = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.INPUT_GRADIENT: 1.0,
+    Kind.WEIGHT_GRADIENT: 1.0,
+}
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -70,7 +78,8 @@ class Action:
         """
         match = re.fullmatch(rf"(\d+)({'|'.join(Kind)})(\d+)", text)
         if match is None:
-            raise PlanError(f"{text!r} is not an action; write stage, kind and microbatch, such as 0F3 or 1RECV_B2")
+            how = "write stage, kind and microbatch, such as 0F3 or 1RECV_B2"
+            raise PlanError(f"{text!r} is not an action; {how}")
         return cls(int(match[1]), Kind(match[2]), int(match[3]))
 
 
@@ -84,12 +93,12 @@ class TimedAction:
 
 
 class Ordered(NamedTuple):
-    """An action among those of all ranks, in an order in which each comes after those that it waits for."""
+    """An action in an order of all ranks' actions, each after those that it waits for."""
 
     rank: int
     action: Action
     waits: tuple[tuple[int, bool], ...]
-    """The actions that have to end first, by their place in the order, and whether another rank runs them."""
+    """Places of the actions that have to end first, and whether another rank runs each."""
 
 
 Placement = tuple[tuple[int, ...], ...]
@@ -123,7 +132,7 @@ class Schedule:
         return sum(map(len, self.placement)) // self.num_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that ``rank`` hosts; in Chimera, the down pipeline's stage comes first."""
+        """Return the stages that ``rank`` hosts; in Chimera, the down pipeline's comes first."""
         return self.placement[rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
@@ -132,21 +141,25 @@ class Schedule:
 
     @property
     def routes(self) -> tuple[tuple[int, int], ...]:
-        """The directions in which ranks send to each other, as pairs of source and target, sorted."""
-        pairs = product(range(self.num_stages - 1), range(self.num_microbatches))
-        borders = {
-            (self.rank_of(stage, microbatch), self.rank_of(stage + 1, microbatch)) for stage, microbatch in pairs
-        }
-        return tuple(sorted({route for a, b in borders if a != b for route in ((a, b), (b, a))}))
+        """The directions in which ranks send to each other: sorted pairs of source and target."""
+        routes: set[tuple[int, int]] = set()
+        for stage in range(self.num_stages - 1):
+            for microbatch in range(self.num_microbatches):
+                rank = self.rank_of(stage, microbatch)
+                next_rank = self.rank_of(stage + 1, microbatch)
+                if rank != next_rank:
+                    # outputs go one way, and their gradients the other
+                    routes |= {(rank, next_rank), (next_rank, rank)}
+        return tuple(sorted(routes))
 
     @cached_property
     def _ranks(self) -> Mapping[tuple[int, int], int]:
-        return {
-            (action.stage, action.microbatch): rank
-            for rank, actions in enumerate(self.actions)
-            for action in actions
-            if action.kind is Kind.FORWARD
-        }
+        ranks: dict[tuple[int, int], int] = {}
+        for rank, actions in enumerate(self.actions):
+            for action in actions:
+                if action.kind is Kind.FORWARD:
+                    ranks[action.stage, action.microbatch] = rank
+        return ranks
 
     @cached_property
     def order(self) -> tuple["Ordered", ...]:
@@ -166,19 +179,24 @@ class Schedule:
                     if not all(before in places for before in needed):
                         break
                     action = actions.pop()
-                    waits = tuple((places[before], order[places[before]].rank != rank) for before in needed)
+                    waits: list[tuple[int, bool]] = []
+                    for before in needed:
+                        place = places[before]
+                        waits.append((place, order[place].rank != rank))
                     places[action] = len(order)
-                    order.append(Ordered(rank, action, waits))
+                    order.append(Ordered(rank, action, tuple(waits)))
             if len(order) == num_placed:
-                raise PlanError(f"schedule {self.name} deadlocks: {'; '.join(self._waits(waiting, places))}")
+                deadlocked = "; ".join(self._waits(waiting, places))
+                raise PlanError(f"schedule {self.name} deadlocks: {deadlocked}")
         return tuple(order)
 
     def starts(self, seconds: Sequence[float], hop: float = 0.0) -> list[float]:
-        """Return when every action of ``order`` starts, which is as soon as its rank and its inputs allow.
+        """Return when every action of ``order`` starts: as soon as its rank and its inputs allow.
 
         Args:
             seconds: how long each of these actions takes.
-            hop: time to send an output or a gradient to another rank; only the receiver waits for it.
+            hop: time to send an output or a gradient to another rank; only
+                the receiver waits for it.
 
         Raises:
             PlanError: as ``order``.
@@ -197,21 +215,28 @@ class Schedule:
             free[rank] = start + duration
         return starts
 
-    def replay(self, seconds: Callable[[Action], float], hop: float = 0.0) -> tuple[tuple[TimedAction, ...], ...]:
-        """Return every rank's actions with their times, each action starting as soon as its rank and inputs allow.
+    def replay(
+        self,
+        seconds: Callable[[Action], float],
+        hop: float = 0.0,
+    ) -> tuple[tuple[TimedAction, ...], ...]:
+        """Return every rank's actions with their times, each as soon as its rank and inputs allow.
 
         Args:
             seconds: returns how long an action takes.
-            hop: time to send an output or a gradient to another rank; only the receiver waits for it.
+            hop: time to send an output or a gradient to another rank; only
+                the receiver waits for it.
 
         Raises:
-            PlanError: if an action is missing, is listed twice or on the wrong rank, or waits forever.
+            PlanError: if an action is missing, is listed twice or on the
+                wrong rank, or waits forever.
         """
         if problems := list(self._problems()):
             raise PlanError(f"schedule {self.name} is not complete: {'; '.join(problems)}")
         durations = [seconds(action) for _, action, _ in self.order]
+        starts = self.starts(durations, hop)
         lanes: list[list[TimedAction]] = [[] for _ in self.actions]
-        for (rank, action, _), start, duration in zip(self.order, self.starts(durations, hop), durations, strict=True):
+        for (rank, action, _), start, duration in zip(self.order, starts, durations, strict=True):
             lanes[rank].append(TimedAction(action, start, start + duration))
         return tuple(map(tuple, lanes))
 
@@ -220,7 +245,8 @@ class Schedule:
         for rank, actions in enumerate(self.actions):
             for action in actions:
                 runs[action.stage, action.microbatch].append((action.kind, rank))
-        for stage, microbatch in sorted({*runs, *product(range(self.num_stages), range(self.num_microbatches))}):
+        expected = product(range(self.num_stages), range(self.num_microbatches))
+        for stage, microbatch in sorted({*runs, *expected}):
             kinds = [kind for kind, _ in runs[stage, microbatch]]
             ranks = {rank for _, rank in runs[stage, microbatch]}
             where = f"microbatch {microbatch} on stage {stage}"
@@ -230,27 +256,30 @@ class Schedule:
                 yield f"{where} runs {', '.join(kinds) or 'nothing'} instead of F, B or F, I, W"
             elif len(ranks) > 1 or stage not in self.placement[min(ranks)]:
                 hosts = [str(rank) for rank, stages in enumerate(self.placement) if stage in stages]
-                yield f"{where} runs on rank {', '.join(map(str, sorted(ranks)))} instead of one of {', '.join(hosts)}"
+                own = ", ".join(map(str, sorted(ranks)))
+                yield f"{where} runs on rank {own} instead of one of {', '.join(hosts)}"
 
     def _waits(self, waiting: Sequence[Sequence[Action]], done: Container[Action]) -> Iterator[str]:
         for rank, actions in enumerate(waiting):
             for action in actions[-1:]:
-                missing = [str(before) for before in inputs(action, self.num_stages) if before not in done]
+                needed = inputs(action, self.num_stages)
+                missing = [str(before) for before in needed if before not in done]
                 yield f"rank {rank} waits at {action} for {' and '.join(missing)}"
 
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
         """Return every rank's actions with the sends and receives between them.
 
-        No computation comes between a send and the computation of its tensor. A receive is posted before the
-        computation that precedes its use, so that the tensor can arrive during that computation. The messages from one
-        rank to another are received in the order in which they are sent. Adjacent stages on one rank need no
-        communication.
+        No computation comes between a send and the computation of its tensor. A receive is posted
+        before the computation that precedes its use, so that the tensor can arrive during that
+        computation. The messages from one rank to another are received in the order in which they
+        are sent. Adjacent stages on one rank need no communication.
 
-        The lists cannot deadlock if receives do not block and each direction between two ranks has a queue of its own,
-        even if a send blocks until its receive is posted. They come from one global order in which each send and its
-        receive are a single event, by posting receives earlier: what a message waits for, in its queue or on its rank,
-        is earlier in that order. In a queue for both directions it need not be: a receive that is posted early stands
-        before sends that precede it in that order. 1F1B on two ranks with two microbatches then deadlocks.
+        The lists cannot deadlock if receives do not block and each direction between two ranks has
+        a queue of its own, even if a send blocks until its receive is posted. They come from one
+        global order in which each send and its receive are a single event, by posting receives
+        earlier: what a message waits for, in its queue or on its rank, is earlier in that order. In
+        a queue for both directions it need not be: a receive that is posted early stands before
+        sends that precede it in that order. 1F1B on two ranks with two microbatches then deadlocks.
 
         Raises:
             PlanError: as ``replay``.
@@ -265,7 +294,11 @@ class Schedule:
                 if peer != rank:
                     lists[rank].append(send)
                     lists[peer].append(receive)
-        return tuple(tuple(posting_early(_receiving_late(actions), self.rank_of)) for actions in lists)
+        communicating: list[tuple[Action, ...]] = []
+        for actions in lists:
+            posted = posting_early(_receiving_late(actions), self.rank_of)
+            communicating.append(tuple(posted))
+        return tuple(communicating)
 
     def is_sent(self, action: Action) -> bool:
         """Return whether the result of a computation goes to another rank."""
@@ -276,7 +309,7 @@ class Schedule:
         return self._meets_other_rank(action, -1 if action.kind is Kind.FORWARD else 1)
 
     def _meets_other_rank(self, action: Action, step: int) -> bool:
-        """Return whether another rank has the stage ``step`` further for this microbatch, and takes part."""
+        """Return whether another rank takes part that has the stage ``step`` further."""
         stage = action.stage
         microbatch = action.microbatch
         if action.kind is Kind.WEIGHT_GRADIENT or not 0 <= stage + step < self.num_stages:
@@ -286,8 +319,8 @@ class Schedule:
     def _events(self) -> Iterator[tuple[int, Action, bool]]:
         """Yield rank, action and whether it has ended, at each start and each end, in clock order.
 
-        At equal times, ends come before starts, since starts depend on them. Among the ends, the action further along
-        its pass comes first, so that a rank sends before it receives.
+        At equal times, ends come before starts, since starts depend on them. Among the ends, the
+        action further along its pass comes first, so that a rank sends before it receives.
         """
         events = []
         for rank, lane in enumerate(self.replay(lambda action: _USUAL_TIMES[action.kind])):
@@ -299,18 +332,20 @@ class Schedule:
             yield rank, action, not is_start
 
     def _hand_over(self, action: Action) -> tuple[Action, Action] | None:
-        """Return the send that follows ``action`` and its receive; None if no other stage needs the result."""
+        """Return the send after ``action`` and its receive; None if no stage needs the result."""
         stage = action.stage
         microbatch = action.microbatch
         if action.kind is Kind.FORWARD and stage < self.num_stages - 1:
-            return Action(stage, Kind.SEND_F, microbatch), Action(stage + 1, Kind.RECV_F, microbatch)
+            receive = Action(stage + 1, Kind.RECV_F, microbatch)
+            return Action(stage, Kind.SEND_F, microbatch), receive
         if action.kind in _FEEDS[Kind.RECV_B] and stage > 0:
-            return Action(stage, Kind.SEND_B, microbatch), Action(stage - 1, Kind.RECV_B, microbatch)
+            receive = Action(stage - 1, Kind.RECV_B, microbatch)
+            return Action(stage, Kind.SEND_B, microbatch), receive
         return None
 
 
 def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Return the computations that must end before ``action`` starts in a pipeline of ``num_stages``."""
+    """Return the computations that must end before ``action``, in a pipeline of ``num_stages``."""
     stage = action.stage
     kind = action.kind
     microbatch = action.microbatch
@@ -323,28 +358,36 @@ def inputs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def _receiving_late(actions: Sequence[Action]) -> Iterator[Action]:
-    """Yield ``actions`` with every receive delayed until its use or, to keep the order of messages, the next send."""
+    """Yield ``actions`` with every receive delayed until its use, or the next send.
+
+    A receive that waited beyond a send could change the order of messages.
+    """
     pending: list[Action] = []
     for action in actions:
         if action.kind in _FEEDS:
             pending.append(action)
             continue
-        due = [
-            number
-            for number, receive in enumerate(pending, start=1)
-            if action.kind in SENDS or _is_fed(action, receive)
-        ]
-        yield from pending[: max(due, default=0)]
-        del pending[: max(due, default=0)]
+        num_due = 0
+        for number, receive in enumerate(pending, start=1):
+            if action.kind in SENDS or _is_fed(action, receive):
+                num_due = number  # with those before it, which arrive first
+        yield from pending[:num_due]
+        del pending[:num_due]
         yield action
 
 
-def posting_early(actions: Iterable[Action], rank_of: Callable[[int, int], int]) -> Iterator[Action]:
-    """Yield a rank's ``actions`` with every receive posted before the computation that precedes its use, or earlier.
+def posting_early(
+    actions: Iterable[Action],
+    rank_of: Callable[[int, int], int],
+) -> Iterator[Action]:
+    """Yield a rank's ``actions`` with every receive posted before the one in which it arrives.
+
+    That is the computation that precedes its use, or an earlier one.
 
     Args:
         actions: computations, sends and receives, each receive before its use.
-        rank_of: returns the rank that runs a stage for a microbatch; receives from one rank stay in order.
+        rank_of: returns the rank that runs a stage for a microbatch. Receives from one rank stay in
+            order.
     """
     actions = list(actions)
     due: dict[Action, int] = {}
@@ -361,10 +404,14 @@ def posting_early(actions: Iterable[Action], rank_of: Callable[[int, int], int])
             for receive in used:
                 due[receive] = min(due[receive], before)
                 waiting.remove(receive)
+    # a receive that comes before one of the same rank is posted no later than that one
     soonest: dict[int, int] = {}
     for receive in reversed(due):
-        source = rank_of(receive.stage + (-1 if receive.kind is Kind.RECV_F else 1), receive.microbatch)
-        due[receive] = soonest[source] = min(due[receive], soonest.get(source, len(actions)))
+        step = -1 if receive.kind is Kind.RECV_F else 1
+        source = rank_of(receive.stage + step, receive.microbatch)
+        place = min(due[receive], soonest.get(source, len(actions)))
+        due[receive] = place
+        soonest[source] = place
     posted: dict[int, list[Action]] = defaultdict(list)
     for receive, place in due.items():
         posted[place].append(receive)
