@@ -1,22 +1,24 @@
-"""The second ZeRO backend, DeepSpeed: it shards like ``zero.Sharded``, and can keep its shards in host memory.
+"""The second ZeRO backend, DeepSpeed: like ``zero.Sharded``, or with shards in host memory.
 
-DeepSpeed owns the weights, gradients and optimizer states, so it replaces all of ``apply.ParallelModel``, not only its
-data parallelism. Only this file knows DeepSpeed.
+DeepSpeed owns the weights, gradients and optimizer states, so it replaces all of
+``apply.ParallelModel``, not only its data parallelism. Only this file knows DeepSpeed.
 
-Bytes per parameter that a rank of N holds between steps with AdamW, where w is 2 in bf16 and 4 in fp32:
+Bytes per parameter that a rank of N holds between steps with AdamW, where w is 2 in bf16 and 4 in
+fp32:
 
-====== ================================================== ==============================================
-stage  held                                               also, from the first to the last backward
-====== ================================================== ==============================================
-1      w + 12/N; in bf16 also 4, for the gradients        gradients whole, then 4/N
-2      w + 12/N                                           gradients reduced to 4/N after every backward
-3      (w + 12)/N and 4/N for the gradients               weights gathered for every block
-====== ================================================== ==============================================
+====== ============================================ ==============================================
+stage  held                                         also, from the first to the last backward
+====== ============================================ ==============================================
+1      w + 12/N; in bf16 also 4, for the gradients  gradients whole, then 4/N
+2      w + 12/N                                     gradients reduced to 4/N after every backward
+3      (w + 12)/N and 4/N for the gradients         weights gathered for every block
+====== ============================================ ==============================================
 
-The 12 bytes are fp32 weights and moments, held in addition to the compute weights, even in fp32. Stage 3 also holds
-the buffer in which gradients are sent.
+The 12 bytes are fp32 weights and moments, held in addition to the compute weights, even in fp32.
+Stage 3 also holds the buffer in which gradients are sent.
 
-Source: Rajbhandari et al. 2020, arXiv:1910.02054; Ren et al. 2021, arXiv:2101.06840, for the host memory.
+Source: Rajbhandari et al. 2020, arXiv:1910.02054; Ren et al. 2021, arXiv:2101.06840, for the host
+memory.
 """
 
 import os
@@ -43,7 +45,13 @@ from llama_core.imports import how_to_install
 from llama_core.models.batch import Batch
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Block, use_all_scores
-from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
+from llama_core.models.llama import (
+    Llama,
+    initialize_weights,
+    losses_by_row,
+    measuring,
+    with_adapters,
+)
 from llama_core.models.objective import Objective
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
@@ -69,8 +77,8 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a plan.
 
-    ``gradient_compression=bf16`` sends gradients in bf16; otherwise they travel in fp32. DeepSpeed's own 4-bit
-    quantisation (ZeRO++) is not offered: it runs only on CUDA at stage 3.
+    ``gradient_compression=bf16`` sends gradients in bf16; otherwise they travel in fp32.
+    DeepSpeed's own 4-bit quantisation (ZeRO++) is not offered: it runs only on CUDA at stage 3.
 
     Args:
         plan: a plan with ``zero_backend=deepspeed``.
@@ -86,7 +94,8 @@ def deepspeed_config(
         "allgather_bucket_size": bucket,
         # norms stay whole, because gathering one takes as long as gathering a matrix
         "stage3_param_persistence_threshold": spec.hidden_size,
-        # gather the next block's weights while a block computes; without a limit, all other blocks' would be gathered
+        # gather the next block's weights while a block computes; without a limit, all other
+        # blocks' would be gathered
         "stage3_max_live_parameters": 2 * (spec.layer_parameters + spec.embedding_parameters),
         "stage3_prefetch_bucket_size": min(MAX_BUCKET_ELEMENTS, spec.layer_parameters),
         "stage3_max_reuse_distance": 0,
@@ -118,8 +127,10 @@ class DeepSpeedModel:
         spec: the architecture of the model.
         plan: how it is divided; needs the default process group.
         device: where this rank computes.
-        compute_dtype: dtype of activations, matrix products and the weights in them; the updated weights are fp32.
-        build_optimizer: makes the optimizer of a module's parameters; at stage 3 these have no elements by then.
+        compute_dtype: dtype of activations, matrix products and the weights in them; the
+            updated weights are fp32.
+        build_optimizer: makes the optimizer of a module's parameters; at stage 3 these
+            have no elements by then.
         objective: what the model is trained for; default: the model's, the next token.
 
     Raises:
@@ -149,9 +160,9 @@ class DeepSpeedModel:
             use_all_scores(self.model)
         recompute_and_compile(self.model, plan, device)
         if plan.zero_stage == 3:
-            # Gather a block whole before recomputing it, because selective recomputation counts every operator inside
-            # it. DeepSpeed releases a block's weights with the gradient of its input; under adapters, the first
-            # block's input has one only if we ask for it.
+            # Gather a block whole before recomputing it, because selective recomputation counts
+            # every operator inside it. DeepSpeed releases a block's weights with the gradient of
+            # its input; under adapters, the first block's input has one only if we ask for it.
             self._deepspeed.utils.set_z3_leaf_modules(self.model, [Block])
             embedding = self.model.get_submodule("tok_embeddings")
             embedding.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
@@ -161,7 +172,7 @@ class DeepSpeedModel:
             )
 
     def _build(self, spec: ModelSpec, config: dict[str, Any], compute_dtype: torch.dtype) -> Llama:
-        """Return the model with undefined weights; at stage 3 this rank never holds more than its shards."""
+        """Return the model with undefined weights; at stage 3 a rank only ever has its shards."""
         if self.plan.zero_stage < 3:
             with torch.device("meta"):
                 model = with_adapters(Llama(spec, compute_dtype=compute_dtype))
@@ -174,20 +185,25 @@ class DeepSpeedModel:
         self.set_weights(partial(initialize_weights, seed=seed))
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
-        """Set the weights with ``fill``, layer by layer: every rank holds one whole layer at a time."""
+        """Set the weights with ``fill``, layer by layer: a rank has one whole layer at a time."""
+        gathered = self._deepspeed.zero.GatheredParameters
         for part in self._parts():
             fill(part)
-            filled = {self.model.get_parameter(name): value.detach() for name, value in part.named_parameters()}
-            with torch.no_grad(), self._deepspeed.zero.GatheredParameters(list(filled), modifier_rank=0):
+            filled: dict[nn.Parameter, Tensor] = {}
+            for name, weight in part.named_parameters():
+                filled[self.model.get_parameter(name)] = weight.detach()
+            with torch.no_grad(), gathered(list(filled), modifier_rank=0):
                 for parameter, value in filled.items():
                     parameter.copy_(value)
+            # the fp32 weights that the optimizer updates are another copy
             for parameter, value in filled.items():
                 self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
 
     def non_finite_weights(self) -> Iterator[str]:
         """Yield the names of the weights of which this rank holds a NaN or infinity."""
         for name, parameter in self.model.named_parameters():
-            held: Tensor = getattr(parameter, "ds_tensor", parameter.detach())  # this rank's shard, at stage 3
+            # this rank's shard, at stage 3
+            held: Tensor = getattr(parameter, "ds_tensor", parameter.detach())
             if not held.isfinite().all():
                 yield name
 
@@ -198,7 +214,13 @@ class DeepSpeedModel:
                 part = with_adapters(Llama(self.model.spec, layers=[layer]))
             yield part.to_empty(device=self.device)
 
-    def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
+    def forward_backward(
+        self,
+        microbatches: Sequence[Batch],
+        *,
+        loss_scale: float,
+        on_phase: OnPhase,
+    ) -> Tensor:
         """Compute the gradients of one step and return its loss.
 
         Args:
@@ -213,7 +235,8 @@ class DeepSpeedModel:
             ValueError: if ``loss_scale`` is not 1.
         """
         if loss_scale != 1:
-            raise ValueError(f"loss_scale={loss_scale}: DeepSpeed would scale the loss again; use 1")
+            why = "DeepSpeed would scale the loss again"
+            raise ValueError(f"loss_scale={loss_scale}: {why}; use 1")
         prepare(self.model.objective, microbatches, self.measure_rows, on_phase)
         count = self._count(microbatches).clamp(min=1)
         # DeepSpeed averages over the ranks, but the loss is the mean over all that counts
@@ -225,18 +248,28 @@ class DeepSpeedModel:
             loss = self._loss(batch)
             total += loss.detach()
             on_phase("backward")
-            # zero, or NaN if the loss is not finite: DeepSpeed then skips the update, as the gradient is not finite
+            # zero, or NaN if the loss is not finite: DeepSpeed skips the update only if a gradient
+            # is not finite
             flaw = total - total
             self.engine.backward(loss * (scale + flaw), scale_wrt_gas=False)
         return self._sum_over_ranks(total) / count
 
     def update(
-        self, loss: Tensor, *, learning_rate: float, max_grad_norm: float, loss_scale: float, on_phase: OnPhase
+        self,
+        loss: Tensor,
+        *,
+        learning_rate: float,
+        max_grad_norm: float,
+        loss_scale: float,
+        on_phase: OnPhase,
     ) -> Update:
-        """Clip the gradients by their global norm and update the weights, unless the gradients are not finite.
+        """Clip the gradients by their global norm and update the weights.
+
+        Gradients that are not finite update nothing.
 
         Args:
-            loss: the result of ``forward_backward``; if it is not finite, neither are the gradients.
+            loss: the result of ``forward_backward``; if it is not finite,
+                neither are the gradients.
             learning_rate: learning rate of this step.
             max_grad_norm: global norm above which gradients are scaled down.
             loss_scale: 1, as for ``forward_backward``.
@@ -248,12 +281,16 @@ class DeepSpeedModel:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * group.get(RATE, 1.0)
         self.engine.step()
-        grad_norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
+        grad_norm = torch.as_tensor(
+            self.engine.get_global_grad_norm(),
+            dtype=torch.float32,
+            device=self.device,
+        )
         return Update(grad_norm, torch.tensor(self.engine.was_step_applied()))
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
-        """Return the loss of every row of all ranks, in turns: the first of each rank, then the second.
+        """Return the loss of every row of all ranks: the first of each rank, then the second.
 
         Args:
             microbatches: this rank's share; every rank has as many rows.
@@ -262,12 +299,19 @@ class DeepSpeedModel:
         with losses_by_row(self.model):
             losses_R = torch.cat([self._loss(batch) for batch in microbatches])
         self.engine.empty_partition_cache()  # drop weights gathered for a backward
-        counts_R = torch.stack([self.model.objective.count(row) for batch in microbatches for row in batch.split(1)])
-        return HeldOutRows.of(self._over_all_rows(losses_R).tolist(), self._over_all_rows(counts_R).tolist())
+        counts: list[Tensor] = []
+        for batch in microbatches:
+            counts += [self.model.objective.count(row) for row in batch.split(1)]
+        all_losses = self._over_all_rows(losses_R).tolist()
+        all_counts = self._over_all_rows(torch.stack(counts)).tolist()
+        return HeldOutRows.of(all_losses, all_counts)
 
     @torch.no_grad()
     def measure_rows(
-        self, measure: Callable[[HeadInputs, Batch], Tensor], num_values: int, microbatches: Sequence[Batch]
+        self,
+        measure: Callable[[HeadInputs, Batch], Tensor],
+        num_values: int,
+        microbatches: Sequence[Batch],
     ) -> Tensor:
         """Return some values of every row of all ranks, in turns: [rows, values].
 
@@ -287,10 +331,10 @@ class DeepSpeedModel:
         return self._sum_over_ranks(every_RD).flatten(0, 1)
 
     def save(self, folder: Path) -> "Future[dict[str, FileSum]]":
-        """Write the weights and optimizer states of all ranks to ``folder``; they are written when this returns.
+        """Write the weights and optimizer states of all ranks to ``folder`` before this returns.
 
-        The future's result on the first rank is the checksum of every file that DeepSpeed writes, by its path in
-        ``folder``.
+        The future's result on the first rank is the checksum of every file that DeepSpeed writes,
+        by its path in ``folder``.
         """
         sums: dict[str, FileSum] = {}
 
@@ -305,29 +349,38 @@ class DeepSpeedModel:
         if is_first_rank():
             write_json(folder / LAYOUT, self._layout())
         written: Future[dict[str, FileSum]] = Future()
-        written.set_result({name: one for of_rank in on_first_rank(sums) for name, one in of_rank.items()})
+        of_all_ranks: dict[str, FileSum] = {}
+        for of_rank in on_first_rank(sums):  # nothing on the other ranks
+            of_all_ranks |= of_rank
+        written.set_result(of_all_ranks)
         return written
 
     def end_saving(self) -> None:
         """Do nothing: ``save`` keeps nothing."""
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote to ``folder``, even if the folder has moved; all ranks call it together.
+        """Restore what ``save`` wrote to ``folder``, even if the folder has moved.
+
+        All ranks call it together.
 
         Raises:
-            PlanError: if the number of ranks, the ZeRO stage or the compute dtype differs from the writer's.
+            PlanError: if the number of ranks, the ZeRO stage or the compute dtype differs from the
+                writer's.
             CheckpointError: if a file holds something else than DeepSpeed writes.
         """
         layout = read_json(folder / LAYOUT) if (folder / LAYOUT).exists() else None
         own = self._layout()
         if layout != own:
             raise PlanError(
-                f"{folder} was written by {_in_words(layout)}; DeepSpeed can resume it only under the same plan, "
-                f"but this one is of {_in_words(own)}"
+                f"{folder} was written by {_in_words(layout)}; DeepSpeed can resume it only under "
+                f"the same plan, but this one is of {_in_words(own)}"
             )
         groups = self.engine.optimizer.param_groups
         # how weights are updated is for this run to say, and it may have changed since
-        settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        settings: list[dict[str, Any]] = []
+        for group in groups:
+            kept = {name: value for name, value in group.items() if name != "params"}
+            settings.append(kept)
         with _plain_values_only():
             self.engine.load_checkpoint(str(folder), tag=CHECKPOINT_TAG)
         for group, own in zip(self.engine.optimizer.param_groups, settings, strict=True):
@@ -335,14 +388,19 @@ class DeepSpeedModel:
 
     def _layout(self) -> dict[str, Any]:
         dtype = str(self.model.compute_dtype).removeprefix("torch.")
-        return {"num_ranks": self.plan.world_size, "zero_stage": self.plan.zero_stage, "compute_dtype": dtype}
+        return {
+            "num_ranks": self.plan.world_size,
+            "zero_stage": self.plan.zero_stage,
+            "compute_dtype": dtype,
+        }
 
     def _loss(self, batch: Batch) -> Tensor:
         loss: Tensor = self.engine(batch.tokens_BS, batch)
         return loss
 
     def _count(self, microbatches: Sequence[Batch]) -> Tensor:
-        return self._sum_over_ranks(torch.stack([self.model.objective.count(batch) for batch in microbatches]).sum())
+        counts = [self.model.objective.count(batch) for batch in microbatches]
+        return self._sum_over_ranks(torch.stack(counts).sum())
 
     def _sum_over_ranks(self, value: Tensor) -> Tensor:
         dist.all_reduce(value)
@@ -350,16 +408,17 @@ class DeepSpeedModel:
 
 
 def saved_weights(folder: Path) -> Callable[[str], Tensor]:
-    """Return a function that reads one trained weight of a checkpoint by name: whole, in fp32, without the ranks.
+    """Return a function that reads one trained weight of a checkpoint by name: whole, in fp32.
 
-    The files are memory-mapped.
+    It needs no other rank. The files are memory-mapped.
 
     Args:
         folder: the folder that ``DeepSpeedModel.save`` wrote to.
 
     Raises:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
-        CheckpointError: if the checkpoint cannot be read. The function raises it for a weight that is not there.
+        CheckpointError: if the checkpoint cannot be read. The function raises it for a
+            weight that is not there.
     """
     _import_deepspeed("cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -372,7 +431,8 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
                     str(own), CHECKPOINT_TAG, exclude_frozen_parameters=True, lazy_mode=True
                 )
         except (CheckpointError, OSError, RuntimeError, *DAMAGE) as error:
-            raise CheckpointError(f"cannot read {folder}: {str(error).replace(str(own), str(folder))}") from None
+            text = str(error).replace(str(own), str(folder))
+            raise CheckpointError(f"cannot read {folder}: {text}") from None
 
     def read(name: str) -> Tensor:
         if name not in weights:
@@ -385,10 +445,10 @@ def saved_weights(folder: Path) -> Callable[[str], Tensor]:
 
 @contextmanager
 def _own_files(folder: Path) -> Iterator[Path]:
-    """Yield a folder that looks like a checkpoint's, with names for its files, which are open: regular ones, no links.
+    """Yield a folder that looks like a checkpoint's, with names for its files, which are open.
 
-    DeepSpeed opens files by name: it would follow a link, or wait for the writer of a pipe, that has taken the place of
-    a file meanwhile.
+    They are regular files, no links. DeepSpeed opens files by name: it would follow a link, or wait
+    for the writer of a pipe, that has taken the place of a file meanwhile.
     """
     files = list((folder / CHECKPOINT_TAG).iterdir())
     soft, hard = getrlimit(RLIMIT_NOFILE)
@@ -404,7 +464,7 @@ def _own_files(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _plain_values_only() -> Iterator[None]:
-    """Let ``torch.load`` read DeepSpeed's files as tensors and plain values, and refuse all else that they may hold.
+    """Let ``torch.load`` read DeepSpeed's files as tensors and plain values, and nothing else.
 
     DeepSpeed itself would run any code that the writer of a file put there.
     """
@@ -420,7 +480,8 @@ def _plain_values_only() -> Iterator[None]:
             raise UnpicklingError(f"it names {name} of something that is no stage of ZeRO")
         return ZeroStageEnum[name]
 
-    by_name = (stage_by_name, "builtins.getattr")  # as Python 3.11.2, for one, pickles a member of an enum
+    # as Python 3.11.2, for one, pickles a member of an enum
+    by_name = (stage_by_name, "builtins.getattr")
     by_value = (stage, f"{ZeroStageEnum.__module__}.{ZeroStageEnum.__qualname__}")
     switches = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
     before = {name: os.environ.get(name) for name in switches}
@@ -429,7 +490,8 @@ def _plain_values_only() -> Iterator[None]:
         with only_tensors(LossScaler, fragment_address, by_value, by_name):
             yield
     except UnpicklingError:
-        raise CheckpointError("a file is damaged, or holds something else than DeepSpeed writes") from None
+        what = "a file is damaged, or holds something else than DeepSpeed writes"
+        raise CheckpointError(what) from None
     finally:
         for name, value in before.items():
             if value is None:
@@ -439,15 +501,16 @@ def _plain_values_only() -> Iterator[None]:
 
 
 def _import_deepspeed(device_type: str) -> Any:
-    """Return the package ``deepspeed``, set to compute on one kind of device and to compile nothing."""
-    os.environ.setdefault("DS_ACCELERATOR", device_type)  # by default it takes a GPU if there is one
+    """Return the package ``deepspeed``, set to compute on a kind of device and compile nothing."""
+    # by default it takes a GPU if there is one
+    os.environ.setdefault("DS_ACCELERATOR", device_type)
     os.environ.setdefault("LOCAL_RANK", "0")
     try:
         import deepspeed
     except ModuleNotFoundError as error:
-        raise EnvironmentMismatchError(
-            f"zero_backend=deepspeed needs the package {error.name}; {how_to_install(error.name or 'deepspeed')}"
-        ) from error
+        remedy = how_to_install(error.name or "deepspeed")
+        what = f"zero_backend=deepspeed needs the package {error.name}"
+        raise EnvironmentMismatchError(f"{what}; {remedy}") from error
     # DeepSpeed has not caught up with torch 2.13
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # a shared-memory all-reduce, only for inference, that it would compile at startup

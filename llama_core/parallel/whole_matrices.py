@@ -1,18 +1,19 @@
-"""A function of whole matrices that ranks divide: every matrix goes to one rank, its owner, and its result comes back.
+"""A function of whole matrices that ranks divide: each goes to its owner, and a result comes back.
 
-Two divisions may lie over each other, as ``fully_shard`` divides the part of each tensor-parallel rank: the parts then
-travel along one axis of the mesh after the other, to one rank among all. Where ranks hold copies of a matrix, nothing
-has to travel to its owner, and the result goes to all of them.
+Two divisions may lie over each other, as ``fully_shard`` divides the part of each
+tensor-parallel rank: the parts then travel along one axis of the mesh after the other, to one
+rank among all. Where ranks hold copies of a matrix, nothing has to travel to its owner, and the
+result goes to all of them.
 
-Matrices are dealt to owners by their work, the largest first, each to the owner with the least so far. They travel in
-rounds: while owners compute, the parts of the next round are on their way.
+Matrices are dealt to owners by their work, the largest first, each to the owner with the least so
+far. They travel in rounds: while owners compute, the parts of the next round are on their way.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from llama_core.optimizers.assignment import dealt, rounds
 
 OnWholeMatrices = Callable[[list[Tensor]], list[Tensor]]
-"""A function of whole matrices, each [rows, columns], that returns one of the same shape for each."""
+"""A function of whole matrices, each [rows, columns], that returns as many of the same shapes."""
 
 _COPIES = "copies"
 Groups = tuple[dist.ProcessGroup, ...]
@@ -58,13 +59,16 @@ class Divided:
 
 
 def mark_copies(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Say of every parameter that the ranks of a group hold copies of it, which a plain tensor does not tell."""
+    """Say of every parameter that the ranks of a group hold copies of it.
+
+    A plain tensor does not tell.
+    """
     for parameter in model.parameters():
         setattr(parameter, _COPIES, group)
 
 
 def matrices_of(parameter: Tensor, values: Tensor) -> list[Divided]:
-    """Return the matrices of a parameter: one, or one for each of the experts that this rank has a part of.
+    """Return the matrices of a parameter: one, or one of each expert that this rank has a part of.
 
     Args:
         parameter: [rows, columns], or experts as [experts, rows, columns].
@@ -102,7 +106,8 @@ def at_owners(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the place of every matrix, and this rank's part of the function of it, as they come.
 
-    All ranks that divide the matrices, or hold copies of them, must call it with the same ones in the same order.
+    All ranks that divide the matrices, or hold copies of them, must call it with the same ones in
+    the same order.
 
     Args:
         matrices: this rank's parts of the matrices.
@@ -114,15 +119,18 @@ def at_owners(
     for place, matrix in enumerate(matrices):
         together.setdefault(matrix.groups, []).append(place)
     for groups, places in together.items():
-        owners = list(product(*(range(group.size()) for group in groups)))
-        owner_of = dealt(tuple(work(matrices[place].shape) for place in places), len(owners))
-        travels = [
-            _Travel(matrices[place], owners[owner], place) for place, owner in zip(places, owner_of, strict=True)
-        ]
-        sizes = [math.prod(matrices[place].shape) for place in places]
-        in_rounds = ([travels[number] for number in round_] for round_ in rounds(owner_of, sizes))
-        for travels_of_round, results in _in_rounds(in_rounds, groups, function, dtype):
-            yield from ((travel.place, result) for travel, result in zip(travels_of_round, results, strict=True))
+        sizes_of_groups = [range(group.size()) for group in groups]
+        owners = list(product(*sizes_of_groups))
+        shapes = [matrices[place].shape for place in places]
+        owner_of = dealt(tuple(map(work, shapes)), len(owners))
+        travels: list[_Travel] = []
+        for place, owner in zip(places, owner_of, strict=True):
+            travels.append(_Travel(matrices[place], owners[owner], place))
+        numbers_of_rounds = rounds(owner_of, [math.prod(shape) for shape in shapes])
+        in_rounds = ([travels[number] for number in numbers] for numbers in numbers_of_rounds)
+        for sent, results in _in_rounds(in_rounds, groups, function, dtype):
+            # no loop, whose variables would hold the last result while the next round is computed
+            yield from ((one.place, result) for one, result in zip(sent, results, strict=True))
 
 
 class _Travel:
@@ -143,7 +151,7 @@ class _Travel:
         for axis in reversed(self.axes):
             shapes.append(_shape_of_part(shapes[-1], axis, axis.group.rank()))
         self.shapes = shapes[::-1]
-        """Shape of this rank's part after the divisions from each axis on; the last is that of the whole."""
+        """Shape of this rank's part after the divisions from each axis on; last, the whole's."""
 
     def part_of(self, number: int, rank: int) -> tuple[int, int]:
         """Return the shape of the part of a rank along one of the axes."""
@@ -160,13 +168,16 @@ def _shape_of_part(shape: tuple[int, int], axis: Axis, rank: int) -> tuple[int, 
 
 @lru_cache(maxsize=256)
 def _lengths(length: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the lengths of the ranks' parts, as ``torch.chunk`` cuts them: equal ones, and shorter ones at the end."""
+    """Return the lengths of the ranks' parts; as of ``torch.chunk``, the last may be shorter."""
     most = -(-length // num_ranks)
     return tuple(max(0, min(most, length - rank * most)) for rank in range(num_ranks))
 
 
 def _in_rounds(
-    in_rounds: Iterable[list[_Travel]], groups: Groups, function: OnWholeMatrices, dtype: torch.dtype
+    in_rounds: Iterable[list[_Travel]],
+    groups: Groups,
+    function: OnWholeMatrices,
+    dtype: torch.dtype,
 ) -> Iterator[tuple[list[_Travel], list[Tensor]]]:
     """Yield the matrices of each round, and this rank's parts of the results."""
     if not groups:
@@ -188,11 +199,11 @@ def _computed(sent: "_Sent", function: OnWholeMatrices) -> list[Tensor]:
     """Return this rank's part of the function of each matrix that was sent."""
     if sent.number + 1 == len(sent.groups):
         return sent.returned(function(sent.arrived()))
-    return sent.returned(_computed(_Sent(sent.own, sent.arrived(), sent.groups, sent.number + 1, sent.dtype), function))
+    return sent.returned(_computed(sent.sent_on(), function))
 
 
 class _Sent:
-    """Parts of some matrices, sent along one axis of the mesh: each to the rank that its owner is, or is among.
+    """Parts of some matrices, sent along one axis: each to the rank that its owner is, or is among.
 
     Args:
         travels: the matrices, the same ones on all ranks of the axis.
@@ -203,7 +214,12 @@ class _Sent:
     """
 
     def __init__(
-        self, travels: list[_Travel], parts: list[Tensor], groups: Groups, number: int, dtype: torch.dtype
+        self,
+        travels: list[_Travel],
+        parts: list[Tensor],
+        groups: Groups,
+        number: int,
+        dtype: torch.dtype,
     ) -> None:
         self.travels = travels
         self.parts = parts
@@ -213,16 +229,21 @@ class _Sent:
         self.group = groups[number]
         self.rank = self.group.rank()
         self.ranks = range(self.group.size())
-        self.places = [
-            [place for place, travel in enumerate(travels) if travel.owner[number] == rank] for rank in self.ranks
-        ]
+        self.places: list[list[int]] = [[] for _ in self.ranks]
         """Which of the matrices each rank of the axis gets."""
-        divided = [[place for place in places if self._is_divided(place)] for places in self.places]
-        self._arriving = [self._shapes(divided[self.rank], rank) for rank in self.ranks]
+        # of a matrix of which the ranks hold copies, the owner has its own
+        divided: list[list[int]] = [[] for _ in self.ranks]
+        sent: list[list[Tensor]] = [[] for _ in self.ranks]
+        for place, travel in enumerate(travels):
+            owner = travel.owner[number]
+            self.places[owner].append(place)
+            if self._is_divided(place):
+                divided[owner].append(place)
+                sent[owner].append(parts[place])
         self._own_divided = divided[self.rank]
+        self._arriving = [self._shapes(self._own_divided, rank) for rank in self.ranks]
         self._received: Tensor | None = None
         if any(divided):
-            sent = [[parts[place] for place in places] for places in divided]
             self._received = self._exchange(sent, self._arriving)
 
     def _is_divided(self, place: int) -> bool:
@@ -230,10 +251,10 @@ class _Sent:
 
     def _exchange(self, sent: list[list[Tensor]], arriving: list[list[tuple[int, int]]]) -> Tensor:
         """Send tensors to each rank; what arrives is waited for when it is used."""
-        to_send = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
-        to_receive = [sum(rows * columns for rows, columns in shapes) for shapes in arriving]
+        to_send = [sum(map(Tensor.numel, tensors)) for tensors in sent]
+        to_receive = [sum(map(math.prod, shapes)) for shapes in arriving]
         buffer = torch.empty(sum(to_send), dtype=self.dtype, device=self.travels[0].part.device)
-        _fill(buffer, [tensor for tensors in sent for tensor in tensors])
+        _fill(buffer, list(chain.from_iterable(sent)))
         sent.clear()  # what is in the buffer is needed no more
         exchanged: Tensor = all_to_all_single(buffer, to_receive, to_send, self.group)
         return exchanged
@@ -247,9 +268,15 @@ class _Sent:
         return [self.travels[place] for place in self.places[self.rank]]
 
     def arrived(self) -> list[Tensor]:
-        """Return what the ranks of the axis together hold of each matrix that this rank gets; keep nothing of it."""
+        """Return what the ranks of the axis together hold of each matrix that this rank gets.
+
+        It keeps nothing of them.
+        """
         places = self.places[self.rank]
-        whole = {place: self.parts[place].to(self.dtype) for place in places if not self._is_divided(place)}
+        whole: dict[int, Tensor] = {}
+        for place in places:
+            if not self._is_divided(place):
+                whole[place] = self.parts[place].to(self.dtype)
         self.parts = []
         if self._received is not None:
             of_ranks = _split(self._received, self._arriving)
@@ -259,22 +286,27 @@ class _Sent:
         return [whole[place] for place in places]
 
     def returned(self, results: list[Tensor]) -> list[Tensor]:
-        """Return this rank's part of every matrix's result, given the results of the matrices that it got."""
+        """Return this rank's part of every matrix's result, given those that it got itself."""
         if not self.travels:
             return []
-        own = self.places[self.rank]
-        sent = [
-            [self._part(place, result, rank) for place, result in zip(own, results, strict=True)] for rank in self.ranks
-        ]
+        sent = [self._parts_for(rank, results) for rank in self.ranks]
+        # the parts are views: nothing else may hold a result when the exchange drops them
         results.clear()
         arriving = [self._shapes(places, self.rank) for places in self.places]
         of_ranks = _split(self._exchange(sent, arriving), arriving)
-        parts = {
-            place: part
-            for places, received in zip(self.places, of_ranks, strict=True)
-            for place, part in zip(places, received, strict=True)
-        }
+        parts: dict[int, Tensor] = {}
+        for places, received in zip(self.places, of_ranks, strict=True):
+            parts |= zip(places, received, strict=True)
         return [parts[place] for place in range(len(self.travels))]
+
+    def sent_on(self) -> "_Sent":
+        """Send what the ranks of this axis together hold along the next axis."""
+        return _Sent(self.own, self.arrived(), self.groups, self.number + 1, self.dtype)
+
+    def _parts_for(self, rank: int, results: list[Tensor]) -> list[Tensor]:
+        """Return the parts of the results that go to a rank of the axis."""
+        own = self.places[self.rank]
+        return [self._part(place, result, rank) for place, result in zip(own, results, strict=True)]
 
     def _dim(self, place: int) -> int:
         dim = self.travels[place].axes[self.number].dim
@@ -292,12 +324,13 @@ class _Sent:
 
 def _fill(buffer: Tensor, tensors: list[Tensor]) -> None:
     """Copy tensors into a buffer, one after another."""
-    for place, tensor in zip(torch.split(buffer, [tensor.numel() for tensor in tensors]), tensors, strict=True):
+    places = torch.split(buffer, [tensor.numel() for tensor in tensors])
+    for place, tensor in zip(places, tensors, strict=True):
         place.view(tensor.shape).copy_(tensor)
 
 
 def _split(buffer: Tensor, shapes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
     """Return the tensors of each rank in a buffer."""
-    sizes = [rows * columns for of_rank in shapes for rows, columns in of_rank]
+    sizes = [math.prod(shape) for shape in chain.from_iterable(shapes)]
     tensors = iter(torch.split(buffer, sizes))
     return [[next(tensors).view(shape) for shape in of_rank] for of_rank in shapes]
