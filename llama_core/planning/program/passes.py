@@ -1,7 +1,8 @@
-"""The forward and the backward of a program: what is kept, what is held at each instant, what runs again.
+"""The forward and the backward of a program: what is kept, held at each instant, and run again.
 
-A forward keeps what the backward of each operation reads. A backward walks the operations in reverse and has, at any
-time, what is kept, the gradients that are still to be used, and the gradients of weights that are complete.
+A forward keeps what the backward of each operation reads. A backward walks the operations in
+reverse and has, at any time, what is kept, the gradients that are still to be used, and the
+gradients of weights that are complete.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ from llama_core.planning.program.operations import (
     Operation,
     Program,
 )
-from llama_core.planning.transfers import PassTraffic, merged
+from llama_core.planning.transfers import PassTraffic, Traffic, merged
 
 
 class Instant(NamedTuple):
@@ -29,7 +30,8 @@ class Instant(NamedTuple):
     """For the backward."""
     temporaries: int
     made: int
-    """Parameters of the program whose gradients are complete. What one costs depends on how they are sharded."""
+    """Parameters of the program whose gradients are complete. What one costs depends on
+    how they are sharded."""
     making: int
     """Parameters whose gradients this operation makes."""
 
@@ -39,11 +41,18 @@ class Passes:
 
     Args:
         program: the program.
-        follows_trained: whether weights before it are trained, which need the gradient of its input.
+        follows_trained: whether weights before it are trained, which need the gradient of its
+            input.
         splits_backward: whether gradients of the weights of products are deferred.
     """
 
-    def __init__(self, program: Program, *, follows_trained: bool = True, splits_backward: bool = False) -> None:
+    def __init__(
+        self,
+        program: Program,
+        *,
+        follows_trained: bool = True,
+        splits_backward: bool = False,
+    ) -> None:
         self.program = program
         self.splits_backward = splits_backward
         self.operations = program.operations
@@ -64,7 +73,10 @@ class Passes:
         """The tensors that a forward keeps under each kind of recomputation."""
 
     def _saved_by(self, operation: Operation) -> set[int]:
-        """Return what an operation saves, and note that its outputs need gradients if one of its inputs does."""
+        """Return what an operation saves, and note whether its outputs need gradients.
+
+        They do if one of its inputs does.
+        """
         needing = [place for place, tensor in enumerate(operation.inputs) if tensor in self.needing]
         if not needing or operation.kind in WITHOUT_GRADIENT:
             return set()
@@ -73,7 +85,10 @@ class Passes:
         if reads is None:
             return set()
         tensors = operation.tensors
-        return {tensors[read] for place in needing for read in reads[place]}
+        saved = set[int]()
+        for place in needing:
+            saved.update(tensors[read] for read in reads[place])
+        return saved
 
     def size_of(self, tensors: Iterable[int]) -> int:
         """Return the bytes of some tensors."""
@@ -84,19 +99,30 @@ class Passes:
         return self.size_of(self.keeps[mode])
 
     def repeated(self, mode: RecomputeMode) -> list[Operation]:
-        """Return the operations that a backward runs again: up to the last one that saves, without those it kept."""
+        """Return the operations that a backward runs again.
+
+        They go up to the last one that saves, without those whose results are kept.
+        """
         if mode == "none":
             return []
-        last = max((place for place, saves in enumerate(self.saves) if saves), default=0)
+        last = 0
+        for place, saves in enumerate(self.saves):
+            if saves:
+                last = place
         kept = self.keeps[mode]
-        return [operation for operation in self.operations[:last] if not kept.intersection(operation.outputs)]
+        return [one for one in self.operations[:last] if not kept.intersection(one.outputs)]
 
     def forward(self, mode: RecomputeMode = "none") -> Iterator[Instant]:
         """Yield the instants of a forward."""
         return self._run(self.operations, keeps=self.keeps[mode], existing={self.program.input})
 
     def _run(
-        self, operations: Sequence[Operation], *, keeps: set[int], existing: set[int], beside: int = 0
+        self,
+        operations: Sequence[Operation],
+        *,
+        keeps: set[int],
+        existing: set[int],
+        beside: int = 0,
     ) -> Iterator[Instant]:
         """Yield the instants of a forward's first operations.
 
@@ -111,7 +137,8 @@ class Passes:
         temporaries = self.size_of(existing - keeps) + beside
         for operation, dying in zip(operations, self._dying, strict=False):
             for tensor in operation.outputs:
-                is_new = tensor not in existing and tensor not in operation.inputs  # else it was kept, or is a view
+                # else it was kept, or is a view
+                is_new = tensor not in existing and tensor not in operation.inputs
                 if is_new and tensor in keeps:
                     kept += num_bytes[tensor]
                 elif is_new:
@@ -122,7 +149,9 @@ class Passes:
     @cached_property
     def _dying(self) -> list[set[int]]:
         """The tensors that each operation of a forward is the last to use."""
-        last_use = {tensor: place for place, used in enumerate(self.operations) for tensor in used.tensors}
+        last_use: dict[int, int] = {}
+        for place, operation in enumerate(self.operations):
+            last_use |= dict.fromkeys(operation.tensors, place)
         dying: list[set[int]] = [set() for _ in self.operations]
         for tensor, place in last_use.items():
             if tensor not in {self.program.input, self.program.output}:  # the caller holds these
@@ -130,28 +159,39 @@ class Passes:
         return dying
 
     def backward(self, mode: RecomputeMode = "none") -> Iterator[Instant]:
-        """Yield the instants of a backward, from the gradient of the output to that of the input."""
+        """Yield the instants of a backward, from the output's gradient to that of the input."""
         return _Backward(self, mode).instants()
 
-    def frontier(self, way: Literal["forward", "backward"], mode: RecomputeMode) -> tuple[Instant, ...]:
-        """Return the instants of which one has the peak, whatever the gradients cost that are made by then."""
+    def frontier(
+        self,
+        way: Literal["forward", "backward"],
+        mode: RecomputeMode,
+    ) -> tuple[Instant, ...]:
+        """Return the instants of which one has the peak, whatever gradients made by then cost."""
         if (way, mode) not in self._frontiers:
             instants = list(self.forward(mode) if way == "forward" else self.backward(mode))
-            # a gradient costs bytes or, where it moves into a bucket that exists, frees some; while it is made, it may
-            # lie beside the one that it is added to
-            prices = [(sign, beside) for sign in (1, -1) for beside in (0, FP32_BYTES)]
-            frontier = set().union(*(_highest(instants, sign=sign, beside=beside) for sign, beside in prices))
+            # a gradient costs bytes or, where it moves into a bucket that exists, frees some; while
+            # it is made, it may lie beside the one that it is added to
+            frontier = set[Instant]()
+            for sign in (1, -1):
+                for beside in (0, FP32_BYTES):
+                    frontier.update(_highest(instants, sign=sign, beside=beside))
             self._frontiers[way, mode] = tuple(frontier)
         return self._frontiers[way, mode]
 
     def transfers(self, mode: RecomputeMode = "none") -> PassTraffic:
         """Return what a forward and its backward send to other ranks."""
         if mode not in self._transfers:
-            forward = [part for operation in self.operations for part in operation.sends.forward]
-            again = [part for operation in self.repeated(mode) for part in operation.sends.forward]
-            needing = [operation for operation in self.operations if self.needing.intersection(operation.inputs)]
-            backward = [part for operation in needing for part in operation.sends.backward]
-            self._transfers[mode] = PassTraffic(merged(forward), merged([*backward, *again]))
+            forward: list[Traffic] = []
+            backward: list[Traffic] = []
+            for operation in self.operations:
+                forward += operation.sends.forward
+                if self.needing.intersection(operation.inputs):
+                    backward += operation.sends.backward
+            # a backward that runs a forward again also sends what that sends
+            for operation in self.repeated(mode):
+                backward += operation.sends.forward
+            self._transfers[mode] = PassTraffic(merged(forward), merged(backward))
         return self._transfers[mode]
 
     def forward_flops(self) -> float:
@@ -163,9 +203,10 @@ class Passes:
         flops = sum(operation.flops for operation in self.repeated(mode))
         for operation in self.operations:
             shares = SHARES_GRADIENT.get(operation.kind, ())
-            num_gradients = sum(
-                tensor in self.needing and place not in shares for place, tensor in enumerate(operation.inputs)
-            )
+            num_gradients = 0
+            for place, tensor in enumerate(operation.inputs):
+                if tensor in self.needing and place not in shares:
+                    num_gradients += 1
             factor = BACKWARD_PRODUCTS.get(operation.kind, num_gradients)
             if num_gradients:
                 flops += factor * operation.flops
@@ -173,7 +214,10 @@ class Passes:
 
     @cached_property
     def read_last(self) -> list[set[int]]:
-        """The saved tensors that no backward reads after that of each operation, because no earlier one saved them."""
+        """The saved tensors that no backward reads after that of each operation.
+
+        These are the tensors that no earlier operation saved.
+        """
         seen = set[int]()
         reads = []
         for saves in self.saves:
@@ -211,7 +255,11 @@ class Passes:
             made += making
 
     def held_for(self, deferred: "Sequence[_Deferred]") -> int:
-        """Return the bytes kept for some deferred gradients: inputs of products, and gradients of their outputs."""
+        """Return the bytes kept for some deferred gradients.
+
+        Kept are the inputs of products, and the gradients of their outputs.
+        """
+        # the products of one sum share its gradient
         gradients = {id(each.gradient): each.gradient.num_bytes for each in deferred}
         return self.size_of({each.input for each in deferred}) + sum(gradients.values())
 
@@ -261,8 +309,8 @@ class _Backward:
         """Yield the instants."""
         for place in reversed(range(len(self.passes.operations))):
             operation = self.passes.operations[place]
-            arrived = [self.gradients.pop(tensor) for tensor in operation.outputs if tensor in self.gradients]
-            if not arrived:
+            arrived = self._arrived(operation)
+            if not arrived:  # nothing needs its gradient
                 continue
             # autograd asks for the last saved tensor first, and that starts the recomputation
             if not self.is_recomputed and self.passes.saves[place]:
@@ -286,11 +334,17 @@ class _Backward:
                 self.kept -= self.passes.size_of({self.program.input} - self.passes.saved)
             for tensor, gradient in fresh:
                 yield from self._accumulate(tensor, gradient)
-            copied = sum(
-                self.program.sizes[weight].num_bytes for weight in weights if weight in self.program.transposed
-            )
+            copied = 0
+            for weight in weights:
+                if weight in self.program.transposed:
+                    copied += self.program.sizes[weight].num_bytes
             if copied:
                 yield Instant(self.kept, self.temporaries + copied, self.made, making=0)
+
+    def _arrived(self, operation: Operation) -> "list[_Gradient]":
+        """Return the gradients of an operation's outputs, and give them up to its backward."""
+        outputs = [tensor for tensor in operation.outputs if tensor in self.gradients]
+        return [self.gradients.pop(tensor) for tensor in outputs]
 
     def _recomputation(self, place: int) -> Iterator[Instant]:
         """Yield the instants of the forward that runs again, up to the operation at ``place``."""
@@ -302,7 +356,11 @@ class _Backward:
         yield from passes._run(operations, keeps=keeps, existing=existing, beside=self.temporaries)
         self.kept = passes.size_of(keeps)
 
-    def _gradients_of_inputs(self, operation: Operation, arrived: "_Gradient") -> list[tuple[int, "_Gradient"]]:
+    def _gradients_of_inputs(
+        self,
+        operation: Operation,
+        arrived: "_Gradient",
+    ) -> list[tuple[int, "_Gradient"]]:
         """Return the gradients that an operation makes, but for those of weights."""
         shares = SHARES_GRADIENT.get(operation.kind, ())
         fresh = []
@@ -319,7 +377,10 @@ class _Backward:
         return fresh
 
     def _unsummed(self, operation: Operation) -> int:
-        """Return the bytes of gradients of smaller factors, which are made as large as the product and then summed."""
+        """Return the bytes of gradients of smaller factors, made as large as the product at first.
+
+        Then they are summed.
+        """
         if operation.kind != "multiply":
             return 0
         num_bytes = self.program.num_bytes
@@ -379,8 +440,12 @@ def _highest(instants: Iterable[Instant], *, sign: int, beside: int) -> Iterator
     def height(instant: Instant) -> int:
         return instant.kept + instant.temporaries + beside * instant.making
 
+    def order(instant: Instant) -> tuple[int, int]:
+        return sign * (instant.made + instant.making), height(instant)
+
     most = -1
-    for instant in sorted(instants, key=lambda at: (sign * (at.made + at.making), height(at)), reverse=True):
+    # from those whose gradients cost most: one whose cost less counts only if it is higher
+    for instant in sorted(instants, key=order, reverse=True):
         if height(instant) > most:
             most = height(instant)
             yield instant
