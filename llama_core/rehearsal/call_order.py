@@ -1,22 +1,24 @@
-"""The order of communication as data: what every rank asks of its communicators, and whether all of it can end.
+"""The order of communication as data: what ranks ask of communicators, and whether it can end.
 
 The model of a run on CUDA with NCCL:
 
-* The host makes its calls in program order and does not wait for them. A communicator is a queue: an operation begins
-  after the operations before it on that communicator, after all that the issuing stream had waited for when the call
-  was made, and after all that the host had waited for.
-* A collective ends on all members once it has begun on all of them. A send and its receive are one event too, even
-  though a small send could end early. Operations that are launched together begin together, and end together once each
-  of them can.
-* ``work.wait()`` and events make a stream wait. Reading a value, a control message and making a group make the host
-  wait.
-* The first collective of a communicator, and the first transfer from one rank to another, connect their ranks: the host
-  goes on when the other ranks have made their calls.
+* The host makes its calls in program order and does not wait for them. A communicator is a queue:
+  an operation begins after the operations before it on that communicator, after all that the
+  issuing stream had waited for when the call was made, and after all that the host had waited for.
+* A collective ends on all members once it has begun on all of them. A send and its receive are one
+  event too, even though a small send could end early. Operations that are launched together begin
+  together, and end together once each of them can.
+* ``work.wait()`` and events make a stream wait. Reading a value, a control message and making a
+  group make the host wait.
+* The first collective of a communicator, and the first transfer from one rank to another, connect
+  their ranks: the host goes on when the other ranks have made their calls.
 
-So a run cannot hang if the members of every communicator agree on their calls (``mismatches``) and no operation waits
-for itself (``circle``). What a device lacks is not modelled: free multiprocessors, hardware queues, memory.
+So a run cannot hang if the members of every communicator agree on their calls (``mismatches``) and
+no operation waits for itself (``circle``). What a device lacks is not modelled: free
+multiprocessors, hardware queues, memory.
 
-Source: NVIDIA, NCCL user guide, "Creating a communicator", "Group calls" and "Point-to-point communication".
+Source: NVIDIA, NCCL user guide, "Creating a communicator", "Group calls" and
+"Point-to-point communication".
 """
 
 from collections import Counter, defaultdict, deque
@@ -58,10 +60,14 @@ class CalledOperation:
     peer: int | None = None
     """Global rank of the other side of a send or a receive."""
     content: str = ""
-    """What is sent, where that is known; equal sizes alone do not show that two ranks mean the same."""
+    """What is sent, where that is known: by equal sizes alone, two ranks may
+    mean different things."""
 
     def __str__(self) -> str:
-        where = {SEND: f" to rank {self.peer}", RECEIVE: f" from rank {self.peer}"}.get(self.name, "")
+        where = ""
+        if self.name in {SEND, RECEIVE}:
+            preposition = "to" if self.name == SEND else "from"
+            where = f" {preposition} rank {self.peer}"
         size = f" of {' + '.join(map(str, self.elements))} {self.dtype}" if self.elements else ""
         return f"{self.name}{size}{where}{self.content and f' ({self.content})'}"
 
@@ -94,7 +100,8 @@ class Call:
 Ranks = Sequence[Sequence[Call]]
 """The calls of every rank, in the order in which its host makes them."""
 QueueOf = Callable[[int, Call], Hashable | None]
-"""Returns the queue that a rank's call waits in beside that of its communicator; None if there is none."""
+"""Returns the queue that a rank's call waits in beside its communicator's;
+None if there is none."""
 
 
 def own_queue(rank: int, call: Call) -> Hashable | None:
@@ -105,18 +112,18 @@ def own_queue(rank: int, call: Call) -> Hashable | None:
 def collectives_in_line(rank: int, call: Call) -> Hashable | None:
     """Return a queue for all collectives of a rank.
 
-    NCCL asks that ranks issue the collectives of all communicators in one order, as a device may lack the room to run
-    two of them at once.
+    NCCL asks that ranks issue the collectives of all communicators in one order, as a device may
+    lack the room to run two of them at once.
     """
     return None if call.is_transfer else "collectives"
 
 
 def mismatches(ranks: Ranks) -> list[str]:
-    """Return a line for the first disagreement on every communicator: the two ranks and their calls.
+    """Return a line for the first disagreement on every communicator: two ranks and their calls.
 
-    Members agree on their collectives if these have the same order, operations, elements and dtypes; in an all-to-all,
-    rank i sends to j what j receives from i. Every send has its receive, in the same order between two ranks of a
-    communicator.
+    Members agree on their collectives if these have the same order, operations, elements and
+    dtypes; in an all-to-all, rank i sends to j what j receives from i. Every send has its receive,
+    in the same order between two ranks of a communicator.
     """
     return [*_unequal_collectives(ranks), *_unequal_transfers(ranks)]
 
@@ -125,9 +132,11 @@ def _unequal_collectives(ranks: Ranks) -> Iterator[str]:
     calls: dict[Communicator, dict[int, list[Call]]] = {}
     for rank, made in enumerate(ranks):
         for call in made:
-            by_member = calls.setdefault(call.communicator, {member: [] for member in call.communicator.ranks})
+            communicator = call.communicator
+            if communicator not in calls:
+                calls[communicator] = {member: [] for member in communicator.ranks}
             if not call.is_transfer:
-                by_member[rank].append(call)
+                calls[communicator][rank].append(call)
     for communicator, by_member in calls.items():
         first, *others = communicator.ranks
         for other in others:
@@ -135,16 +144,19 @@ def _unequal_collectives(ranks: Ranks) -> Iterator[str]:
             if disagreement is not None:
                 number, mine, theirs = disagreement
                 yield (
-                    f"collective {number + 1} on {communicator}: rank {first} makes {_named(mine)}, "
-                    f"rank {other} {_named(theirs)}"
+                    f"collective {number + 1} on {communicator}: rank {first} makes "
+                    f"{_named(mine)}, rank {other} {_named(theirs)}"
                 )
                 break
         else:
             yield from _unequal_exchanges(communicator, by_member)
 
 
-def _disagreement(calls: Sequence[Call], others: Sequence[Call]) -> tuple[int, Call | None, Call | None] | None:
-    """Return the number of the first collective that two ranks do not share, and what each makes instead."""
+def _disagreement(
+    calls: Sequence[Call],
+    others: Sequence[Call],
+) -> tuple[int, Call | None, Call | None] | None:
+    """Return the number of the first collective that two ranks do not share, and those of both."""
     for number in range(max(len(calls), len(others))):
         one = calls[number] if number < len(calls) else None
         other = others[number] if number < len(others) else None
@@ -154,25 +166,31 @@ def _disagreement(calls: Sequence[Call], others: Sequence[Call]) -> tuple[int, C
 
 
 def _shape(call: Call) -> tuple[Hashable, ...]:
-    """Return what all members of a collective have in common; an all-to-all has other sizes on every member."""
+    """Return what all members of a collective have in common."""
     (operation,) = call.operations
+    # an all-to-all has other sizes on every member
     elements = len(operation.elements) if operation.received else operation.elements
     return operation.name, operation.dtype, elements, len(operation.received), operation.content
 
 
-def _unequal_exchanges(communicator: Communicator, by_member: Mapping[int, Sequence[Call]]) -> Iterator[str]:
+def _unequal_exchanges(
+    communicator: Communicator,
+    by_member: Mapping[int, Sequence[Call]],
+) -> Iterator[str]:
     """Yield the first all-to-all in which a member does not expect what another one sends it."""
-    for number, exchange in enumerate(zip(*(by_member[member] for member in communicator.ranks), strict=True)):
+    members = communicator.ranks
+    calls_of_members = [by_member[member] for member in members]
+    for number, exchange in enumerate(zip(*calls_of_members, strict=True)):
         operations = [call.operations[0] for call in exchange]
         if not operations[0].received:
             continue
-        for place, (sender, sent) in enumerate(zip(communicator.ranks, operations, strict=True)):
-            for target, (receiver, expected) in enumerate(zip(communicator.ranks, operations, strict=True)):
+        for place, (sender, sent) in enumerate(zip(members, operations, strict=True)):
+            for target, (receiver, expected) in enumerate(zip(members, operations, strict=True)):
                 if sent.elements[target] != expected.received[place]:
                     yield (
-                        f"collective {number + 1} on {communicator}: rank {sender} sends {sent.elements[target]} "
-                        f"elements to rank {receiver}, which expects {expected.received[place]}, in "
-                        f"{sent.name} in {exchange[place].where}"
+                        f"collective {number + 1} on {communicator}: rank {sender} sends "
+                        f"{sent.elements[target]} elements to rank {receiver}, which expects "
+                        f"{expected.received[place]}, in {sent.name} in {exchange[place].where}"
                     )
                     return
 
@@ -181,19 +199,31 @@ def _named(call: Call | None) -> str:
     return "none" if call is None else str(call)
 
 
+_Route = tuple[Communicator, int, int]
+"""A communicator, and the global ranks that send and receive on it."""
+_Message = tuple[CalledOperation, str]
+"""A send or a receive, and the part of the run that makes it."""
+
+
 def _unequal_transfers(ranks: Ranks) -> Iterator[str]:
-    sent: dict[tuple[Communicator, int, int], list[tuple[CalledOperation, str]]] = defaultdict(list)
-    received: dict[tuple[Communicator, int, int], list[tuple[CalledOperation, str]]] = defaultdict(list)
+    sent: dict[_Route, list[_Message]] = defaultdict(list)
+    received: dict[_Route, list[_Message]] = defaultdict(list)
     for rank, made in enumerate(ranks):
         for call in made:
             for operation in call.operations:
                 if operation.peer is None:
                     continue
+                message = (operation, call.where)
                 if operation.name == SEND:
-                    sent[call.communicator, rank, operation.peer].append((operation, call.where))
+                    sent[call.communicator, rank, operation.peer].append(message)
                 else:
-                    received[call.communicator, operation.peer, rank].append((operation, call.where))
-    for route in sorted({*sent, *received}, key=lambda route: (route[1:], route[0].ranks, route[0].number)):
+                    received[call.communicator, operation.peer, rank].append(message)
+
+    def order(route: _Route) -> tuple[int, int, tuple[int, ...], int]:
+        communicator, source, target = route
+        return source, target, communicator.ranks, communicator.number
+
+    for route in sorted({*sent, *received}, key=order):
         communicator, source, target = route
         for number in range(max(len(sent[route]), len(received[route]))):
             send, send_where = _at(sent[route], number)
@@ -201,13 +231,14 @@ def _unequal_transfers(ranks: Ranks) -> Iterator[str]:
             if send is not None and receive is not None and _is_met(send, receive):
                 continue
             yield (
-                f"message {number + 1} from rank {source} to rank {target} on {communicator}: "
-                f"rank {source} makes {_message(send, send_where)}, rank {target} {_message(receive, receive_where)}"
+                f"message {number + 1} from rank {source} to rank {target} on {communicator}: rank "
+                f"{source} makes {_message(send, send_where)}, rank {target} "
+                f"{_message(receive, receive_where)}"
             )
             break
 
 
-def _at(messages: Sequence[tuple[CalledOperation, str]], number: int) -> tuple[CalledOperation | None, str]:
+def _at(messages: Sequence[_Message], number: int) -> tuple[CalledOperation | None, str]:
     return messages[number] if number < len(messages) else (None, "")
 
 
@@ -221,13 +252,13 @@ def _message(operation: CalledOperation | None, where: str) -> str:
 
 
 def circle(ranks: Ranks, queue_of: QueueOf = own_queue, *, in_one_stream: bool = False) -> str:
-    """Return one circle of operations that wait for each other, in one line; empty if there is none.
+    """Return one circle of operations that wait for each other, in one line; empty without one.
 
     Args:
         ranks: calls without mismatches.
         queue_of: the queues that calls wait in beside those of their communicators.
-        in_one_stream: let whatever one stream of a rank waits for hold up all of them. This can happen to streams that
-            share a hardware queue of the device.
+        in_one_stream: let whatever one stream of a rank waits for hold up all of them. This can
+            happen to streams that share a hardware queue of the device.
     """
     graph = _Graph(ranks, queue_of, in_one_stream=in_one_stream)
     try:
@@ -243,8 +274,9 @@ _Node = tuple[Hashable, ...]
 class _Graph:
     """Which events of all ranks come before which others, and on which rank.
 
-    A collective, or a send with its receive, is one event. The others are: all operations that were launched together
-    have ended; a rank's host goes on after it has waited; the hosts of ranks that connect have met.
+    A collective, or a send with its receive, is one event. The others are: all operations that
+    were launched together have ended; a rank's host goes on after it has waited; the hosts of
+    ranks that connect have met.
     """
 
     def __init__(self, ranks: Ranks, queue_of: QueueOf, *, in_one_stream: bool) -> None:
@@ -263,10 +295,11 @@ class _Graph:
         host: _Node = ("host", rank, 0)
         for number, call in enumerate(calls):
             if call.host_after:
-                host = self._host_goes_on(rank, number, host, [ends[earlier] for earlier in call.host_after])
+                waited_for = [ends[earlier] for earlier in call.host_after]
+                host = self._host_goes_on(rank, number, host, waited_for)
             queues = {call.communicator, queue_of(rank, call)} - {None}
-            waited_for = call.behind if self._in_one_stream else call.after
-            begins = [host, *(ends[earlier] for earlier in waited_for)]
+            before = call.behind if self._in_one_stream else call.after
+            begins = [host, *(ends[earlier] for earlier in before)]
             begins += (last[queue] for queue in queues if queue in last)
             matched: list[_Node] = []
             for route in _routes(rank, call):
@@ -275,18 +308,26 @@ class _Graph:
             for node in matched:
                 self._come_before(node, begins, rank)
                 self._calls[node][rank] = call
+            # operations that are launched together end together, which is an event of its own
             end = matched[0] if len(matched) == 1 else ("launched", rank, number)
             if end not in matched:
                 self._come_before(end, matched, rank)
             ends.append(end)
             last |= dict.fromkeys(queues, end)
+            # the first operation of a communicator, or between two ranks, connects its ranks
             met: list[_Node] = [("met", *node) for node in matched if node[-1] == 0]
             for node in met:
                 self._come_before(node, [host], rank)
             if met:
                 host = self._host_goes_on(rank, number, host, met)
 
-    def _host_goes_on(self, rank: int, number: int, host: _Node, waited_for: Sequence[_Node]) -> _Node:
+    def _host_goes_on(
+        self,
+        rank: int,
+        number: int,
+        host: _Node,
+        waited_for: Sequence[_Node],
+    ) -> _Node:
         goes_on: _Node = ("host", rank, number, *waited_for)
         self._come_before(goes_on, [host, *waited_for], rank)
         return goes_on
@@ -296,7 +337,7 @@ class _Graph:
             self.before[node].setdefault(other, rank)
 
     def shortest_circle(self, start: _Node) -> list[_Node]:
-        """Return a shortest way from an event, over one that comes before it and so on, back to itself."""
+        """Return a shortest way from an event, each time to one that comes before it, to itself."""
         found_from: dict[_Node, _Node] = {}
         ahead = deque([start])
         while start not in found_from:
@@ -311,15 +352,16 @@ class _Graph:
         return way[::-1]
 
     def described(self, way: Sequence[_Node]) -> str:
-        """Return a circle in words, a clause for each rank on which one operation waits for another."""
+        """Return a circle in words, a clause for each rank on which an operation waits."""
         edges = [(waits, earlier, self.before[waits][earlier]) for waits, earlier in pairwise(way)]
+        # begin where the rank changes, so that no rank is in two clauses, the first and the last
         start = next(place for place, edge in enumerate(edges) if edge[2] != edges[place - 1][2])
-        clauses = []
+        clauses: list[str] = []
         for rank, on_rank in groupby([*edges[start:], *edges[:start]], key=lambda edge: edge[2]):
             part = list(on_rank)
-            clauses.append(
-                f"on rank {rank}, {self._named(part[0][0], rank)} waits for {self._named(part[-1][1], rank)}"
-            )
+            waiting = self._named(part[0][0], rank)
+            earlier = self._named(part[-1][1], rank)
+            clauses.append(f"on rank {rank}, {waiting} waits for {earlier}")
         return "; ".join(clauses)
 
     def _named(self, node: _Node, rank: int) -> str:
@@ -330,7 +372,10 @@ class _Graph:
 
 
 def _routes(rank: int, call: Call) -> Iterator[_Node]:
-    """Yield what the operations of a call are numbered by: the communicator and, for a transfer, the two ranks."""
+    """Yield what the operations of a call are numbered by.
+
+    That is the communicator and, for a transfer, the two ranks.
+    """
     for operation in call.operations:
         if operation.peer is None:
             yield (call.communicator,)
