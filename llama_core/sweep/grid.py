@@ -8,11 +8,18 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from llama_core.config.commands import refuse_commands_of_others
@@ -39,7 +46,7 @@ LONGEST_NAME = 120
 """Most characters of an element's name, which is also a directory's."""
 
 MAX_ELEMENTS = 2**12
-"""Most elements of a grid, before any is excluded; each has a run directory and a row of the report."""
+"""Most elements of a grid, before any is excluded: each has a run directory and a report's row."""
 
 GridValue = bool | int | float | str | None
 SweepName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=LONGEST_NAME)]
@@ -78,24 +85,29 @@ class SweepConfig(Section):
     name: SweepName
     """The sweep's name; its directory is named after it."""
     base: RunConfig = RunConfig()
-    """The configuration that all elements share; in a file also the path of one, relative to that file."""
+    """The configuration that all elements share; in a file also the path of one, relative to that
+    file."""
     grid: dict[str, Values] = Field(min_length=1)
-    """Values to try for keys of the run configuration, such as {parallel.microbatch_size: [1, 2, 4]}."""
+    """Values to try for keys of the run configuration, such as
+    {parallel.microbatch_size: [1, 2, 4]}."""
     exclude: list[dict[str, GridValue]] = Field(default_factory=list)
     """Combinations to leave out: each excludes every element that has all its values."""
     include: list[dict[str, GridValue]] = Field(default_factory=list)
-    """Elements to add: values for keys of the grid, and the base's for the others. One given again runs again."""
+    """Elements to add: values for keys of the grid, and the base's for the others. One
+    given again runs again."""
     objective: Annotated[str, AfterValidator(_objective)] = "throughput"
-    """What ranks the elements: throughput (of timed steps), loss (each trains, and its held-out loss counts),
-    eval_loss/NAME (the same, but the loss of this source or named part of the held-out documents), or
-    evaluation/TASK/METRIC (each trains, and this score of its last checkpoint counts, as evaluation/arc_easy/acc)."""
+    """What ranks the elements: throughput (of timed steps), loss (each trains, and its held-out
+    loss counts), eval_loss/NAME (the same, but the loss of this source or named part of the
+    held-out documents), or evaluation/TASK/METRIC (each trains, and this score of its last
+    checkpoint counts, as evaluation/arc_easy/acc)."""
     tokens: int | None = Field(None, ge=1)
-    """If a loss or a score ranks the elements, tokens that each trains on; default: the training.steps of each."""
+    """If a loss or a score ranks the elements, tokens that each trains on; default: the
+    training.steps of each."""
 
     @field_validator("grid", "exclude", "include")
     @classmethod
     def _read_counts(cls, given: Any) -> Any:
-        """Take 4k for 4000 where the run's key is a whole number, so that values are compared as numbers."""
+        """Take 4k for 4000 where a run's key is a whole number, so that numbers are compared."""
         counts = {known.name for known in RunConfig.known_keys() if known.is_count}
         if isinstance(given, list):
             return [_with_counts(settings, counts) for settings in given]
@@ -113,9 +125,8 @@ class SweepConfig(Section):
         problems += self._problems_of_objective()
         num_elements = math.prod(map(len, self.grid.values())) + len(self.include)
         if num_elements > MAX_ELEMENTS:
-            problems.append(
-                Problem(f"grid has {num_elements:,} elements, more than {MAX_ELEMENTS:,}; give fewer values")
-            )
+            text = f"grid has {num_elements:,} elements, more than {MAX_ELEMENTS:,}"
+            problems.append(Problem(f"{text}; give fewer values"))
         if not problems and not self.elements():
             problems.append(Problem("exclude leaves no element of the grid"))
         if problems:
@@ -127,7 +138,8 @@ class SweepConfig(Section):
         ranking = self.ranking
         if not ranking.trains:
             if self.tokens is not None:
-                yield Problem("tokens needs objective=loss, another loss or a score: timed steps train nothing")
+                needed = "objective=loss, another loss or a score"
+                yield Problem(f"tokens needs {needed}: timed steps train nothing")
             yield from problems_of_throughput(compared)
             return
         yield from problems_of_training(ranking, compared, self.base)
@@ -138,8 +150,8 @@ class SweepConfig(Section):
         has_tokens = self.tokens is not None
         if has_steps == has_tokens:
             yield Problem(
-                f"objective={self.objective} needs the length of training: set either training.steps of the base, or "
-                "tokens"
+                f"objective={self.objective} needs the length of training: set either "
+                "training.steps of the base, or tokens"
             )
 
     @property
@@ -151,13 +163,15 @@ class SweepConfig(Section):
         """Return the keys of the run configuration that have several values."""
         compared = []
         for key, values in self.grid.items():
-            has_others = any(settings.get(key, values[0]) not in values for settings in self.include)
+            # an included element that leaves the key out adds no value to it
+            included = [settings.get(key, values[0]) for settings in self.include]
+            has_others = any(value not in values for value in included)
             if len(values) > 1 or has_others:
                 compared.append(key)
         return compared
 
     def config_of(self, element: Element) -> RunConfig:
-        """Return the configuration of an element's run, with the number of steps that ``tokens`` makes.
+        """Return the configuration of an element's run, with as many steps as ``tokens`` makes.
 
         Raises:
             ConfigError: if the element's values contradict each other or the base.
@@ -169,20 +183,36 @@ class SweepConfig(Section):
         return config.with_overrides(Override("training.steps", steps))
 
     def elements(self) -> list[Element]:
-        """Return the combinations that are not excluded (the last key varies fastest), then the included elements."""
-        every = [dict(zip(self.grid, values, strict=True)) for values in product(*self.grid.values())]
-        kept = [one for one in every if not any(unwanted.items() <= one.items() for unwanted in self.exclude)]
-        base = by_dotted_key(self.base.model_dump(mode="json")) if self.include else {}
-        added = [{key: settings.get(key, base.get(key)) for key in self.grid} for settings in self.include]
+        """Return the combinations that are not excluded, then the included elements.
+
+        The last key varies fastest.
+        """
         elements: dict[str, Element] = {}
-        for settings in (*kept, *added):
+        for settings in (*self._combinations(), *self._included()):
+            # one that is given again runs again, under another name
             names = (_element_name(settings, time) for time in count(1))
             name = next(name for name in names if name not in elements)
             elements[name] = Element(name, settings)
         return list(elements.values())
 
+    def _combinations(self) -> Iterator[dict[str, GridValue]]:
+        """Yield the combinations of the grid's values that are not excluded."""
+        for values in product(*self.grid.values()):
+            settings = dict(zip(self.grid, values, strict=True))
+            if not any(unwanted.items() <= settings.items() for unwanted in self.exclude):
+                yield settings
+
+    def _included(self) -> Iterator[dict[str, GridValue]]:
+        """Yield the settings of the included elements; keys that one leaves out are the base's."""
+        base = by_dotted_key(self.base.model_dump(mode="json")) if self.include else {}
+        for settings in self.include:
+            yield {key: settings.get(key, base.get(key)) for key in self.grid}
+
     def record(self) -> dict[str, Any]:
-        """Return the keys to record: those given, and those that the base's initial weights bring: they may go away."""
+        """Return the keys to record: those given, and those that the base's initial weights bring.
+
+        The weights may go away.
+        """
         base = self.base.given()
         init_from = self.base.training.init_from
         if init_from is not None:
@@ -192,14 +222,22 @@ class SweepConfig(Section):
     def without(self, names: Container[str]) -> Self:
         """Return the sweep without the elements of these names."""
         elements = self.elements()
-        of_grid = elements[: len(elements) - len(self.include)]
-        added = elements[len(elements) - len(self.include) :]
-        exclude = [*self.exclude, *(dict(element.settings) for element in of_grid if element.name in names)]
-        include = [settings for settings, element in zip(self.include, added, strict=True) if element.name not in names]
+        num_of_grid = len(elements) - len(self.include)
+        of_grid = elements[:num_of_grid]
+        exclude = list(self.exclude)
+        exclude += [dict(one.settings) for one in of_grid if one.name in names]
+        include: list[dict[str, GridValue]] = []
+        for settings, element in zip(self.include, elements[num_of_grid:], strict=True):
+            if element.name not in names:
+                include.append(settings)
         return self.from_mapping(self.given() | {"exclude": exclude, "include": include})
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any], overrides: Iterable[Override | str] = ()) -> Self:
+    def from_mapping(
+        cls,
+        mapping: Mapping[str, Any],
+        overrides: Iterable[Override | str] = (),
+    ) -> Self:
         """Build a sweep from nested keys, then overrides of the base's.
 
         Raises:
@@ -208,11 +246,12 @@ class SweepConfig(Section):
         try:
             return cls.model_validate(_with_overrides(mapping, overrides))
         except ValidationError as error:
-            raise ConfigError(*(problem for detail in error.errors() for problem in _describe(detail))) from None
+            problems = chain.from_iterable(map(_describe, error.errors()))
+            raise ConfigError(*problems) from None
 
     @classmethod
     def load(cls, path: Path, overrides: Iterable[Override | str] = (), **settings: object) -> Self:
-        """Read a YAML file, override keys of the base, and replace some settings of the sweep itself.
+        """Read a YAML file, override keys of the base, and replace settings of the sweep itself.
 
         Raises:
             ConfigError: if the file cannot be read, is not a mapping, or does not describe a sweep.
@@ -224,13 +263,17 @@ class SweepConfig(Section):
         if isinstance(mapping.get("base"), str):
             mapping["base"] = RunConfig.load(path.parent / mapping["base"], overrides)
         else:
-            refuse_commands_of_others(path, by_dotted_key(_dict(mapping.get("base"))), file.of_others)
+            base = by_dotted_key(_dict(mapping.get("base")))
+            refuse_commands_of_others(path, base, file.of_others)
         for element in (mapping.get("grid"), *_list(mapping.get("include"))):
             refuse_commands_of_others(path, _dict(element), file.of_others)
         return cls.from_mapping(mapping | settings, overrides)
 
 
-def _with_overrides(mapping: Mapping[str, Any], overrides: Iterable[Override | str]) -> dict[str, Any]:
+def _with_overrides(
+    mapping: Mapping[str, Any],
+    overrides: Iterable[Override | str],
+) -> dict[str, Any]:
     """Return the nested keys of a sweep with overrides of its base.
 
     Raises:
@@ -238,11 +281,10 @@ def _with_overrides(mapping: Mapping[str, Any], overrides: Iterable[Override | s
     """
     parsed, problems = parsed_overrides(overrides)
     grid = _dict(mapping.get("grid"))
-    problems += [
-        Problem(f"{override.key} is a key of the grid, which sets it in each element; change it there")
-        for override in parsed
-        if override.key in grid
-    ]
+    for override in parsed:
+        if override.key in grid:
+            text = f"{override.key} is a key of the grid, which sets it in each element"
+            problems.append(Problem(f"{text}; change it there"))
     if problems:
         raise ConfigError(*problems)
     base = mapping.get("base", {})
@@ -284,13 +326,16 @@ def _grid_problems(grid: Mapping[str, Sequence[GridValue]]) -> Iterator[Problem]
             yield Problem(f"grid: unknown key {key!r}{ask_for(keys_meant(key, known))}")
             continue
         for value in values:
-            yield from (Problem(f"grid.{key}: {complaint}") for complaint in complaints(key, value))
-        times = Counter(map(_text, values))
-        yield from (Problem(f"grid.{key}: {text} is given twice") for text in times if times[text] > 1)
+            for complaint in complaints(key, value):
+                yield Problem(f"grid.{key}: {complaint}")
+        # by their spelling: 1 and true are equal, but not the same
+        for text, times in Counter(map(_text, values)).items():
+            if times > 1:
+                yield Problem(f"grid.{key}: {text} is given twice")
 
 
 def complaints(key: str, value: GridValue) -> Iterator[str]:
-    """Yield what is wrong with a value by itself, whatever the other keys are, without naming its key."""
+    """Yield what is wrong with a value by itself, whatever other keys are; its key is not named."""
     section: Any = RunConfig
     *sections, field = key.split(".")
     for name in sections:
@@ -320,11 +365,11 @@ def _include_problems(
     for settings in include:
         for key, value in settings.items():
             if key in grid:
-                yield from (Problem(f"include: {key}: {complaint}") for complaint in complaints(key, value))
+                for complaint in complaints(key, value):
+                    yield Problem(f"include: {key}: {complaint}")
             else:
-                yield Problem(
-                    f"include: {key!r} is not a key of the grid; add it there with the value of the other elements"
-                )
+                how = "add it there with the value of the other elements"
+                yield Problem(f"include: {key!r} is not a key of the grid; {how}")
 
 
 def _describe(detail: ErrorDetails) -> Iterable[Problem]:
@@ -347,10 +392,15 @@ def _element_name(settings: Mapping[str, GridValue], time: int) -> str:
         settings: the element's values.
         time: 1, or 2 for an element that is run a second time.
     """
-    endings = Counter(_ending(key) for key in settings)
-    written = ",".join(
-        f"{_ending(key) if endings[_ending(key)] == 1 else key}={_text(value)}" for key, value in settings.items()
-    ) + (f",run={time}" if time > 1 else "")
+    endings = Counter(map(_ending, settings))
+    parts: list[str] = []
+    for key, value in settings.items():
+        # the last word of a key, unless two keys end in it
+        word = _ending(key) if endings[_ending(key)] == 1 else key
+        parts.append(f"{word}={_text(value)}")
+    if time > 1:
+        parts.append(f"run={time}")
+    written = ",".join(parts)
     safe = re.sub(r"[^A-Za-z0-9_.,=+-]", "-", written)
     if safe == written and len(safe) <= LONGEST_NAME:
         return safe

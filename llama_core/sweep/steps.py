@@ -1,7 +1,7 @@
-"""The steps of a sweep on its directory: prepare, validate, rehearse, submit, follow, evaluate, cancel.
+"""The steps of a sweep on its directory, from its preparation to its evaluation or its end.
 
-The elements of a sweep are ordinary runs, so these steps apply those of ``llama_core.chain`` to many runs. An element
-that cannot run is recorded with the reason, and the others continue.
+The elements of a sweep are ordinary runs, so these steps apply those of ``llama_core.chain`` to
+many runs. An element that cannot run is recorded with the reason, and the others continue.
 """
 
 import time
@@ -58,16 +58,27 @@ from llama_core.trackers.registry import folders_with_links
 SWEEPS = Path("sweeps")
 
 CANCEL_GRACE_SECONDS = 15.0
-"""Time that jobs which only time steps get to stop before they are killed; they have nothing to save."""
+"""Time to stop for jobs that only time steps, before they are killed; they have nothing to save."""
 LOOK_SECONDS = 1.0
 """Time between two checks of the jobs; their scheduler is asked less often."""
 
 _IMPOSSIBLE = (ConfigError, PlanError, EnvironmentMismatchError)
-_FREE_TO_CHANGE = {*request_sections(), "collective_timeout_s", "hang_timeout_s", "force", "dollars_per_gpu_hour"}
-"""Keys of the base's ``launch`` that a resumed sweep may change: earlier measurements do not depend on them."""
+_FREE_TO_CHANGE = {
+    *request_sections(),
+    "collective_timeout_s",
+    "hang_timeout_s",
+    "force",
+    "dollars_per_gpu_hour",
+}
+"""Keys of the base's ``launch`` that a resumed sweep may change: no measurement depends on them."""
 
 
-def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool = False) -> SweepDirectory:
+def prepare(
+    config: SweepConfig,
+    sweep_dir: Path | None = None,
+    *,
+    resume: bool = False,
+) -> SweepDirectory:
     """Create the directories of a sweep and its runs, or find the sweep to resume.
 
     It then belongs to this process until ``run_sweep`` ends.
@@ -78,9 +89,10 @@ def prepare(config: SweepConfig, sweep_dir: Path | None = None, *, resume: bool 
         resume: continue the sweep in ``sweep_dir``, or the newest unfinished one of this name.
 
     Raises:
-        RunDirectoryError: if the directory holds other files, or already holds a sweep and ``resume`` is not set, or
-            another process works on it.
-        ConfigError: if no element can run, with the reason for each, or no evaluation gives the score that ranks them.
+        RunDirectoryError: if the directory holds other files, or already holds a sweep and
+            ``resume`` is not set, or another process works on it.
+        ConfigError: if no element can run, with the reason for each, or no evaluation gives
+            the score that ranks them.
     """
     sweep = _directory(config, sweep_dir, resume=resume)
     as_run = RunDirectory(sweep.path)
@@ -100,8 +112,11 @@ def _prepare(sweep: SweepDirectory, config: SweepConfig) -> None:
     check_score(config)
     elements = config.elements()
     mapping = config.record()
-    write_record(sweep, SweepRecord(mapping, tuple(ElementRecord(e.name, e.settings) for e in elements)))
-    record = SweepRecord(mapping, tuple(_prepare_element(sweep, element, config) for element in elements))
+    # first without what the preparation finds, so that an interrupted one can be resumed
+    planned = [ElementRecord(element.name, element.settings) for element in elements]
+    write_record(sweep, SweepRecord(mapping, tuple(planned)))
+    prepared = [_prepare_element(sweep, element, config) for element in elements]
+    record = SweepRecord(mapping, tuple(prepared))
     write_record(sweep, record)
     _refuse_empty(record)
 
@@ -112,21 +127,25 @@ def _directory(config: SweepConfig, sweep_dir: Path | None, *, resume: bool) -> 
     sweep = SweepDirectory(sweep_dir)
     if not sweep.record.exists():
         if sweep_dir.exists() and (not sweep_dir.is_dir() or any(sweep_dir.iterdir())):
-            raise RunDirectoryError(f"{sweep_dir} holds files that are not a sweep; choose another --sweep-dir")
+            what = f"{sweep_dir} holds files that are not a sweep"
+            raise RunDirectoryError(f"{what}; choose another --sweep-dir")
         return sweep
     if not resume:
         raise RunDirectoryError(f"{sweep_dir} already holds a sweep; add --resume to continue it")
     if not _continues(config, sweep):
-        raise RunDirectoryError(
-            f"{sweep_dir} holds a sweep with another base, objective or other grid keys; choose another --sweep-dir"
-        )
+        what = f"{sweep_dir} holds a sweep with another base, objective or other grid keys"
+        raise RunDirectoryError(f"{what}; choose another --sweep-dir")
     return sweep
 
 
 def _newest_unfinished(config: SweepConfig) -> SweepDirectory | None:
-    records = sorted(SWEEPS.glob(f"{config.name}-*/sweep.json"), key=lambda path: path.stat().st_mtime)
-    sweeps = (SweepDirectory(path.parent) for path in reversed(records))
-    return next((sweep for sweep in sweeps if _continues(config, sweep) and _is_unfinished(sweep)), None)
+    records = list(SWEEPS.glob(f"{config.name}-*/sweep.json"))
+    records.sort(key=lambda path: path.stat().st_mtime)
+    for path in reversed(records):
+        sweep = SweepDirectory(path.parent)
+        if _continues(config, sweep) and _is_unfinished(sweep):
+            return sweep
+    return None
 
 
 def _is_unfinished(sweep: SweepDirectory) -> bool:
@@ -139,14 +158,24 @@ def _continues(config: SweepConfig, sweep: SweepDirectory) -> bool:
 
 def _fixed(config: SweepConfig) -> tuple[object, ...]:
     """Return what a resumed sweep may not change."""
-    base = config.base.model_dump(exclude={"tracking": True, "launch": _FREE_TO_CHANGE, "benchmark": {"history"}})
+    base = config.base.model_dump(
+        exclude={
+            "tracking": True,
+            "launch": _FREE_TO_CHANGE,
+            "benchmark": {"history"},
+        }
+    )
     return config.name, config.objective, config.tokens, base, list(config.grid)
 
 
 def _new_directory(config: SweepConfig) -> SweepDirectory:
     name = f"{config.name}-{datetime.now(UTC):%Y%m%d}"
-    paths = (SWEEPS / (name if number == 1 else f"{name}-{number}") for number in count(1))
-    return SweepDirectory(next(path for path in paths if not path.exists()))
+    path = SWEEPS / name
+    for number in count(2):
+        if not path.exists():
+            break
+        path = SWEEPS / f"{name}-{number}"
+    return SweepDirectory(path)
 
 
 def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfig) -> ElementRecord:
@@ -157,7 +186,8 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
     try:
         requested = config.config_of(element)
         if requested.is_elastic:
-            raise ConfigError("launch.min_nodes: elements are compared on the nodes that they ask for; leave it out")
+            why = "elements are compared on the nodes that they ask for"
+            raise ConfigError(f"launch.min_nodes: {why}; leave it out")
         if not config.ranking.trains:
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())
@@ -169,7 +199,9 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
 
 def _refuse_empty(record: SweepRecord) -> None:
     if not record.runnable:
-        raise ConfigError(*(f"{record.names[element.name]}: {element.skipped}" for element in record.elements))
+        names = record.names
+        reasons = [f"{names[element.name]}: {element.skipped}" for element in record.elements]
+        raise ConfigError(*reasons)
 
 
 def validate(sweep: SweepDirectory) -> None:
@@ -206,7 +238,8 @@ def rehearse(sweep: SweepDirectory) -> None:
             write_record(sweep, record)
             say("dry-run", f"{names[element.name]}: skipped: {error}")
         else:
-            say("dry-run", f"{names[element.name]}: {rehearsed.summary() if rehearsed else steps.NOT_REHEARSED}")
+            result = rehearsed.summary() if rehearsed else steps.NOT_REHEARSED
+            say("dry-run", f"{names[element.name]}: {result}")
     _refuse_empty(record)
 
 
@@ -250,7 +283,10 @@ def _part(objective: SweepObjective) -> Part:
     return "train" if objective.trains else "benchmark"
 
 
-def attach(sweep: SweepDirectory, schedulers: submission.Schedulers | None = None) -> list[JobHandle]:
+def attach(
+    sweep: SweepDirectory,
+    schedulers: submission.Schedulers | None = None,
+) -> list[JobHandle]:
     """Return the queued and running jobs of the sweep, whoever submitted them."""
     schedulers = schedulers or submission.Schedulers()
     found = (submission.attach(run, schedulers) for run in unfinished(sweep))
@@ -258,10 +294,10 @@ def attach(sweep: SweepDirectory, schedulers: submission.Schedulers | None = Non
 
 
 def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow the queued jobs to their end, then run the other elements, and wait for the evaluations of both.
+    """Follow the queued jobs to their end, run the other elements, and wait for all evaluations.
 
-    An element that fails, or that cannot be evaluated, does not stop the sweep. An interrupt (Ctrl-C) stops all jobs
-    first.
+    An element that fails, or that cannot be evaluated, does not stop the sweep. An interrupt
+    (Ctrl-C) stops all jobs first.
 
     Args:
         sweep: the sweep.
@@ -283,7 +319,10 @@ def follow(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
 
 
 def _run_and_evaluate(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
-    """Follow the jobs, run the elements that no queue takes, and evaluate all that they and earlier ones leave."""
+    """Follow the jobs, run the elements that no queue takes, and evaluate what all of them leave.
+
+    What earlier ones have left is evaluated too.
+    """
     names = read_record(sweep).names
     evaluations = ElementEvaluations(names)
     left = list(unevaluated(sweep))
@@ -303,7 +342,10 @@ def _run_and_evaluate(sweep: SweepDirectory, jobs: Sequence[JobHandle]) -> None:
 
 
 def _run_in_turn(sweep: SweepDirectory, evaluations: ElementEvaluations) -> None:
-    """Train or time the elements that no queue takes, one after the other, with a progress bar for each that trains."""
+    """Train or time the elements that no queue takes, one after the other.
+
+    Each that trains has a progress bar.
+    """
     record = read_record(sweep)
     runs = [run for run in unfinished(sweep) if not _is_queued(run)]
     for number, run in enumerate(runs, start=1):
@@ -358,7 +400,10 @@ def _check_ends(sweep: SweepDirectory) -> None:
         raise stopped(sweep)
     record = read_record(sweep)
     if len(left) == len(record.runnable):
-        ends = (f"{record.names[name]}: {outcome.status}, {outcome.reason}" for name, outcome in left.items())
+        ends: list[str] = []
+        for folder, outcome in left.items():
+            name = record.names[folder]
+            ends.append(f"{name}: {outcome.status}, {outcome.reason}")
         raise TrainingFailedError(f"no element could be {record.objective.done}; {'; '.join(ends)}")
 
 
@@ -368,38 +413,45 @@ def _say_best(sweep: SweepDirectory) -> None:
 
 
 def cancel(sweep: SweepDirectory) -> int:
-    """Cancel every job of the sweep and return their number; elements keep their results and checkpoints."""
+    """Cancel every job of the sweep and return their number.
+
+    Elements keep their results and checkpoints.
+    """
     grace_seconds = None if read_record(sweep).objective.trains else CANCEL_GRACE_SECONDS
     return len(cancel_all(attach(sweep), grace_seconds))
 
 
 def records(sweep: SweepDirectory) -> dict[str, Any]:
-    """Return a record of each element: its settings, why it was skipped, and the records of its run."""
-    elements = [
-        asdict(element) | ({} if element.skipped else steps.records(sweep.run(element.name)))
-        for element in read_record(sweep).elements
-    ]
+    """Return a record of each element: settings, why it was skipped, the records of its run."""
+    elements: list[dict[str, Any]] = []
+    for element in read_record(sweep).elements:
+        # a skipped element has no run
+        of_run = {} if element.skipped else steps.records(sweep.run(element.name))
+        elements.append(asdict(element) | of_run)
     compared = {"history": read_json(sweep.history)} if sweep.history.exists() else {}
     return {"sweep_dir": str(sweep.path), "elements": elements} | compared
 
 
 def stopped(sweep: SweepDirectory, again: str | None = None) -> StoppedError:
-    """Return the error for a stopped sweep, with the command that continues it; by default ``sweep --resume``."""
+    """Return the error for a stopped sweep, with the command that continues it.
+
+    By default that is ``sweep --resume``.
+    """
     again = again or f"training-infra sweep --sweep-dir {shell_word(sweep.path)} --resume"
     record = read_record(sweep)
+    done = record.objective.done
     num_elements = len(record.runnable)
     num_done = num_elements - len(list(unfinished(sweep)))
     num_left = len(list(unevaluated(sweep)))
     if num_done == num_elements and num_left:
         return StoppedError(
-            f"stopped with the last checkpoints of {num_left} of {num_elements} elements not evaluated; continue with: "
-            f"{again}"
+            f"stopped with the last checkpoints of {num_left} of {num_elements} elements not "
+            f"evaluated; continue with: {again}"
         )
     if num_done == num_elements:
-        return StoppedError(f"stopped after all {num_elements} elements were {record.objective.done}")
-    return StoppedError(
-        f"stopped with {num_done} of {num_elements} elements {record.objective.done}; continue with: {again}"
-    )
+        return StoppedError(f"stopped after all {num_elements} elements were {done}")
+    counted = f"stopped with {num_done} of {num_elements} elements {done}"
+    return StoppedError(f"{counted}; continue with: {again}")
 
 
 def _is_queued(run: RunDirectory) -> bool:

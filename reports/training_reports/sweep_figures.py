@@ -74,19 +74,28 @@ def not_drawn(by_name: Mapping[str, Any], where: str = "the table has all") -> I
 
 
 def throughput_by_element(timed: Mapping[str, BenchmarkRecord]) -> go.Figure:
-    """Return the median tokens/s of each element, with a line over the middle half of its timed steps."""
-    labels = []
-    ahead = []
-    behind = []
+    """Return the median tokens/s of each element, and a line over the middle half of its steps."""
+    labels: list[str] = []
+    rates: list[float] = []
+    ahead: list[float] = []
+    behind: list[float] = []
     for name, record in timed.items():
+        rate = record.tokens_per_second
         slow, fast = record.throughput_quartiles
-        labels.append(_label(name, f"{record.tokens_per_second:,.0f}"))
-        ahead.append(max(0.0, fast - record.tokens_per_second))
-        behind.append(max(0.0, record.tokens_per_second - slow))
+        labels.append(_label(name, f"{rate:,.0f}"))
+        rates.append(rate)
+        ahead.append(max(0.0, fast - rate))
+        behind.append(max(0.0, rate - slow))
     figure = styled_figure("")
-    spread = {"type": "data", "array": ahead, "arrayminus": behind, "color": ORANGE, "thickness": 2.5}
-    rates = [record.tokens_per_second for record in timed.values()]
-    _add_bars(figure, labels, rates, "median", color=BLUE, hover="%{x:,.0f} tokens/s", error_x=spread)
+    spread = {
+        "type": "data",
+        "array": ahead,
+        "arrayminus": behind,
+        "color": ORANGE,
+        "thickness": 2.5,
+    }
+    hover = "%{x:,.0f} tokens/s"
+    _add_bars(figure, labels, rates, "median", color=BLUE, hover=hover, error_x=spread)
     _finish(figure, labels, "throughput (tokens/s)")
     figure.update_layout(showlegend=False)
     figure.update_xaxes(tickformat="~s")
@@ -117,7 +126,7 @@ def loss_curves(
             y=loss,
             name=html.escape(name),
             mode="lines+markers" if marked else "lines",
-            line={"color": CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY, "width": 1.8},
+            line={"color": _curve_color(number), "width": 1.8},
             marker={"size": 6},
             showlegend=True,
             hovertemplate="%{y:.4f}",
@@ -135,15 +144,28 @@ def loss_curves(
     return figure
 
 
-def losses_shown(losses: "Mapping[str, pd.Series[float]]", unsound: Collection[str] = ()) -> tuple[float, float] | None:
-    """Return the lowest and the highest loss in a figure of curves, so that what diverges does not flatten the others.
+def _curve_color(number: int) -> str:
+    """Return the colour of a line: the best elements come first and have colours of their own."""
+    return CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY
 
-    Unsound elements do not count, unless all are. The highest loss is at most as far above the median of the first
-    losses as the lowest is below it, which leaves out spikes and bad starts. None without a finite loss.
+
+def losses_shown(
+    losses: "Mapping[str, pd.Series[float]]",
+    unsound: Collection[str] = (),
+) -> tuple[float, float] | None:
+    """Return the lowest and the highest loss to show, so that what diverges flattens no other.
+
+    Unsound elements do not count, unless all are. The highest loss is at most as far above the
+    median of the first losses as the lowest is below it, which leaves out spikes and bad starts.
+    None without a finite loss.
     """
-    finite = {name: loss[loss.abs() < float("inf")] for name, loss in losses.items()}
-    finite = {name: loss for name, loss in finite.items() if not loss.empty}
-    sound = [loss for name, loss in finite.items() if name not in unsound] or list(finite.values())
+    sound: list[pd.Series[float]] = []
+    others: list[pd.Series[float]] = []
+    for name, loss in losses.items():
+        finite = loss[loss.abs() < float("inf")]
+        if not finite.empty:
+            (others if name in unsound else sound).append(finite)
+    sound = sound or others
     if not sound:
         return None
     every = pd.concat(sound)
@@ -152,7 +174,10 @@ def losses_shown(losses: "Mapping[str, pd.Series[float]]", unsound: Collection[s
     return float(lowest), float(every[every <= most].max())
 
 
-def cut_off(losses: "Mapping[str, pd.Series[float]]", unsound: Collection[str] = ()) -> Iterator[str]:
+def cut_off(
+    losses: "Mapping[str, pd.Series[float]]",
+    unsound: Collection[str] = (),
+) -> Iterator[str]:
     """Yield a sentence if the axis of a figure of curves leaves out some losses."""
     shown = losses_shown(losses, unsound)
     if shown is None:
@@ -171,7 +196,10 @@ class Point:
     value: float
     """Its held-out loss, or its score."""
     spread: float | None
-    """How far chance moves its distance to the best element; None for the best itself, or if it is unknown."""
+    """How far chance moves its distance to the best element.
+
+    None for the best itself, or if it is unknown.
+    """
 
 
 def quality_by_value(
@@ -187,7 +215,8 @@ def quality_by_value(
     """Return the held-out loss or the score of the elements by one of their settings.
 
     Args:
-        lines: the elements of each line in the order of their values, by their other settings; the best line first.
+        lines: the elements of each line in the order of their values, by their other
+            settings; the best line first.
         y_title: what the points are.
         higher_is_better: whether the best point is the highest.
         values: all values of the setting, in order.
@@ -196,21 +225,22 @@ def quality_by_value(
         diverged: name and value of the elements that diverged: crosses where the worst ones are.
     """
     figure = styled_figure(html.escape(y_title))
+    drawn: list[Point] = []
     for number, (name, points) in enumerate(lines.items()):
-        color = CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY
+        drawn += points
+        spreads = [point.spread or 0.0 for point in points]
         figure.add_scatter(
             x=[point.x for point in points],
             y=[point.value for point in points],
-            error_y={"type": "data", "array": [point.spread or 0.0 for point in points], "thickness": 1.5, "width": 4},
+            error_y={"type": "data", "array": spreads, "thickness": 1.5, "width": 4},
             name=html.escape(name),
             mode="lines+markers",
-            line={"color": color, "width": 1.8},
+            line={"color": _curve_color(number), "width": 1.8},
             marker={"size": 8},
             showlegend=len(lines) > 1,
             hovertext=[html.escape(point.name) for point in points],
             hovertemplate="<b>%{hovertext}</b><br>%{y:.4f}<extra></extra>",
         )
-    drawn = [point for points in lines.values() for point in points]
     sign = -1 if higher_is_better else 1  # the best point has the lowest value after it
     best = min(sign * point.value for point in drawn)
     worst = max(sign * point.value + (point.spread or 0.0) for point in drawn)
@@ -234,21 +264,31 @@ def quality_by_value(
     return figure
 
 
-def _set_values(figure: go.Figure, values: Sequence[int | float | str], x_title: str, *, is_log: bool) -> None:
+def _set_values(
+    figure: go.Figure,
+    values: Sequence[int | float | str],
+    x_title: str,
+    *,
+    is_log: bool,
+) -> None:
     """Give the x axis a tick at each value, if there is room on a narrow page."""
     figure.update_xaxes(title_text=html.escape(x_title), type="log" if is_log else None)
     numbers = [value for value in values if not isinstance(value, str)]
     if len(numbers) < len(values):
         figure.update_xaxes(type="category", categoryorder="array", categoryarray=list(values))
-    elif sum(len(value_in_words(value)) + 2 for value in numbers) * LETTER_PX < NARROW_PX:
-        figure.update_xaxes(tickvals=numbers, ticktext=[value_in_words(value) for value in numbers])
+        return
+    texts = [value_in_words(value) for value in numbers]
+    num_letters = sum(map(len, texts)) + 2 * len(texts)  # with a gap before the next one
+    if num_letters * LETTER_PX < NARROW_PX:
+        figure.update_xaxes(tickvals=numbers, ticktext=texts)
 
 
 def throughput_bars(rates: Mapping[str, float]) -> go.Figure:
     """Return the tokens/s of each element, as bars."""
     labels = [_label(name, f"{rate:,.0f}") for name, rate in rates.items()]
+    lengths = list(rates.values())
     figure = styled_figure("")
-    _add_bars(figure, labels, list(rates.values()), "tokens/s", color=BLUE, hover="%{x:,.0f} tokens/s")
+    _add_bars(figure, labels, lengths, "tokens/s", color=BLUE, hover="%{x:,.0f} tokens/s")
     _finish(figure, labels, "throughput (tokens/s)")
     figure.update_layout(showlegend=False)
     figure.update_xaxes(tickformat="~s")
@@ -256,41 +296,55 @@ def throughput_bars(rates: Mapping[str, float]) -> go.Figure:
 
 
 def memory_by_element(peaks: Mapping[str, Mapping[str, int | None]]) -> go.Figure:
-    """Return the estimated, rehearsed and measured peak of each element side by side; a peak of None has no bar.
+    """Return the estimated, rehearsed and measured peak of each element side by side.
 
     Args:
-        peaks: bytes of each element, by the keys of ``PEAK_COLORS``.
+        peaks: bytes of each element, by the keys of ``PEAK_COLORS``; None has no bar.
     """
-    known = [num_bytes for by_kind in peaks.values() for num_bytes in by_kind.values() if num_bytes is not None]
-    size, unit = memory_unit(max(known, default=0))
+    largest = 0
+    for by_kind in peaks.values():
+        for peak in by_kind.values():
+            largest = max(largest, peak or 0)
+    size, unit = memory_unit(largest)
     labels = [_label(name) for name in peaks]
     figure = styled_figure("")
     for kind, color in PEAK_COLORS.items():
         num_bytes = [by_kind.get(kind) for by_kind in peaks.values()]
         lengths = [None if value is None else value / size for value in num_bytes]
         if any(lengths):
-            _add_bars(figure, labels, lengths, kind, color=color, hover=f"{kind}: %{{x:.3f}} {unit}")
+            hover = f"{kind}: %{{x:.3f}} {unit}"
+            _add_bars(figure, labels, lengths, kind, color=color, hover=hover)
     _finish(figure, labels, f"peak per rank ({unit})")
     return figure
 
 
 def throughput_against_memory(
-    points: Mapping[str, tuple[float, float]], front: Sequence[str], labels: Mapping[str, str], how: str
+    points: Mapping[str, tuple[float, float]],
+    front: Sequence[str],
+    labels: Mapping[str, str],
+    how: str,
 ) -> go.Figure:
-    """Return a point for each element, and the front as a stepped line: the most tokens/s in at most that much memory.
+    """Return a point for each element, and the front as a stepped line.
+
+    The front has the most tokens/s in at most so much memory.
 
     Args:
         points: bytes of peak memory and tokens/s of each element, by name.
         front: the elements that no other one beats in both, by memory.
-        labels: a short label of each element; those without room for it on a narrow page are left out.
+        labels: a short label of each element; those without room for it on a
+            narrow page are left out.
         how: whether the points are measured or predicted.
     """
     size, unit = memory_unit(max(num_bytes for num_bytes, _ in points.values()))
     shown = {name: (num_bytes / size, rate) for name, (num_bytes, rate) in points.items()}
     others = [name for name in points if name not in set(front)]
-    ranges = _range([x for x, _ in shown.values()]), _range([y for _, y in shown.values()])
-    positions = _placed(shown, [*reversed(front), *others], set(front), labels, ranges)
+    x_range = _range([x for x, _ in shown.values()])
+    y_range = _range([y for _, y in shown.values()])
+    # labels of the front take their room first
+    order = [*reversed(front), *others]
+    positions = _placed(shown, order, set(front), labels, (x_range, y_range))
     figure = styled_figure("")
+    hover = f"<b>%{{hovertext}}</b><br>%{{y:,.0f}} tokens/s<br>%{{x:.3f}} {unit}<extra></extra>"
     for kind, names, color, mode in (
         ("others", others, GREY, "markers+text"),
         ("front", front, BLUE, "lines+markers+text"),
@@ -309,11 +363,13 @@ def throughput_against_memory(
             line={"color": color, "width": 1.8, "shape": "hv"},
             marker={"size": 9 if kind == "front" else 7, "color": color},
             showlegend=True,
-            hovertemplate=f"<b>%{{hovertext}}</b><br>%{{y:,.0f}} tokens/s<br>%{{x:.3f}} {unit}<extra></extra>",
+            hovertemplate=hover,
         )
     figure.update_layout(hovermode="closest")
-    figure.update_xaxes(title_text=f"{how} peak memory per rank ({unit})", range=list(ranges[0]), showgrid=True)
-    figure.update_yaxes(title_text=f"{how} throughput (tokens/s)", range=list(ranges[1]), tickformat=".3~s")
+    memory = f"{how} peak memory per rank ({unit})"
+    figure.update_xaxes(title_text=memory, range=list(x_range), showgrid=True)
+    throughput = f"{how} throughput (tokens/s)"
+    figure.update_yaxes(title_text=throughput, range=list(y_range), tickformat=".3~s")
     return figure
 
 
@@ -332,16 +388,19 @@ def _placed(
     labels: Mapping[str, str],
     ranges: tuple[tuple[float, float], tuple[float, float]],
 ) -> dict[str, str]:
-    """Return the label positions by name, without labels that would overlap a label or a dot on a narrow page.
+    """Return the label positions by name, of the labels that have room on a narrow page.
 
-    Labels of the front are above it, where no dot can be, if there is room.
+    None overlaps another label or a dot. Labels of the front are above it, where no dot
+    can be, if there is room.
     """
     (left, right), (low, high) = ranges
-    dots = {
-        name: ((x - left) / (right - left) * NARROW_PX, (y - low) / (high - low) * NARROW_PX)
-        for name, (x, y) in points.items()
-    }
-    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in dots.values()]
+    dots: dict[str, tuple[float, float]] = {}
+    taken: list[Box] = []
+    for name, (along, up) in points.items():
+        x = (along - left) / (right - left) * NARROW_PX
+        y = (up - low) / (high - low) * NARROW_PX
+        dots[name] = (x, y)
+        taken.append((x - 3, y - 3, x + 3, y + 3))
     positions = {}
     for name in order:
         x, y = dots[name]
@@ -354,7 +413,8 @@ def _placed(
         }
         for position in list(boxes) if name in front else list(reversed(boxes)):
             box = boxes[position]
-            if box[0] >= 0 and box[2] <= NARROW_PX and not any(_overlap(box, other) for other in taken):
+            is_inside = box[0] >= 0 and box[2] <= NARROW_PX
+            if is_inside and not any(_overlap(box, other) for other in taken):
                 positions[name] = position
                 taken.append(box)
                 break
@@ -369,20 +429,35 @@ def _overlap(one: Box, other: Box) -> bool:
     return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
-def throughput_by_ranks(lines: Mapping[str, Sequence[tuple[int, float, float, str]]], how: str) -> go.Figure:
+def throughput_by_ranks(
+    lines: Mapping[str, Sequence[tuple[int, float, float, str]]],
+    how: str,
+) -> go.Figure:
     """Return tokens/s by the number of ranks, with the ideal as a dotted line of the same colour.
 
     Args:
-        lines: by the name of the line, for each of its elements: ranks, tokens/s, the ideal tokens/s, and its name.
+        lines: by the name of the line, for each of its elements: ranks, tokens/s, the
+            ideal tokens/s, and its name.
         how: whether the throughputs are measured or predicted.
     """
     figure = styled_figure(f"{how} throughput (tokens/s)")
+    all_sizes: set[int] = set()
     for number, (name, points) in enumerate(lines.items()):
-        color = CURVE_COLORS[number] if number < len(CURVE_COLORS) else GREY
-        ranks = [one[0] for one in points]
+        color = _curve_color(number)
+        ranks: list[int] = []
+        rates: list[float] = []
+        ideals: list[float] = []
+        texts: list[str] = []
+        for size, rate, ideal, element in points:
+            ranks.append(size)
+            rates.append(rate)
+            ideals.append(ideal)
+            speed = f"{rate:,.0f} tokens/s on {size} ranks<br>{rate / ideal:.1%} of ideal"
+            texts.append(f"<b>{html.escape(element)}</b><br>{speed}")
+        all_sizes.update(ranks)
         figure.add_scatter(
             x=ranks,
-            y=[ideal for _, _, ideal, _ in points],
+            y=ideals,
             mode="lines",
             line={"color": color, "width": 1.5, "dash": "dot"},
             showlegend=False,
@@ -390,19 +465,16 @@ def throughput_by_ranks(lines: Mapping[str, Sequence[tuple[int, float, float, st
         )
         figure.add_scatter(
             x=ranks,
-            y=[rate for _, rate, _, _ in points],
+            y=rates,
             name=name,
             mode="lines+markers",
             line={"color": color, "width": 1.8},
             marker={"size": 8},
             showlegend=True,
-            hovertext=[
-                f"<b>{html.escape(element)}</b><br>{rate:,.0f} tokens/s on {size} ranks<br>{rate / ideal:.1%} of ideal"
-                for size, rate, ideal, element in points
-            ],
+            hovertext=texts,
             hovertemplate="%{hovertext}<extra></extra>",
         )
-    sizes = sorted({one[0] for points in lines.values() for one in points})
+    sizes = sorted(all_sizes)
     figure.update_layout(hovermode="closest")
     figure.update_xaxes(title_text="ranks", tickvals=sizes, ticktext=list(map(str, sizes)))
     if sizes[-1] > MAX_LINEAR * sizes[0]:
@@ -426,7 +498,9 @@ def height_px(names: Mapping[str, Any], extra_lines: int = 1) -> int:
 
 def _label(name: str, value: str = "") -> str:
     """Return an element's name with one setting per line, to keep labels narrow."""
-    lines = [line for setting in name.split(", ") for line in wrap(setting, LABEL_LETTERS)]
+    lines: list[str] = []
+    for setting in name.split(", "):
+        lines += wrap(setting, LABEL_LETTERS)
     return "<br>".join(map(html.escape, lines)) + (f"<br><b>{value}</b>" if value else "")
 
 
@@ -436,7 +510,14 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _add_bars(
-    figure: go.Figure, labels: list[str], lengths: list[Any], name: str, *, color: str, hover: str, **options: Any
+    figure: go.Figure,
+    labels: list[str],
+    lengths: list[Any],
+    name: str,
+    *,
+    color: str,
+    hover: str,
+    **options: Any,
 ) -> None:
     # A mapping, because the keyword annotations allow only numbers for y.
     bars = {
@@ -455,5 +536,10 @@ def _finish(figure: go.Figure, labels: list[str], x_title: str) -> None:
     figure.update_layout(barmode="group", bargap=0.3, hovermode="closest")
     figure.update_xaxes(title_text=x_title, rangemode="tozero", showgrid=True)
     figure.update_yaxes(
-        autorange="reversed", showgrid=False, ticklabelstandoff=8, categoryorder="array", categoryarray=labels, dtick=1
+        autorange="reversed",  # the first element on top
+        showgrid=False,
+        ticklabelstandoff=8,
+        categoryorder="array",
+        categoryarray=labels,
+        dtick=1,
     )

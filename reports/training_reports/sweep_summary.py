@@ -1,4 +1,4 @@
-"""A sweep in plain words: what was compared, what won and by how much, what did not run, and what to do next."""
+"""A sweep in plain words: what was compared, what won, what did not run, and what to do next."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -21,7 +21,7 @@ from training_reports.sweep_throughput import MAX_NAMED, not_told_apart
 MAX_VALUES = 6
 """Most values of a key that a sentence names."""
 LESS = 0.95
-"""Share of parameters, or of tokens, below which another element counts as smaller, or as trained for less."""
+"""Share of parameters or tokens below which another element is smaller, or trained for less."""
 PLENTY = 0.5
 """Share of a GPU's memory below which a larger microbatch is worth a try."""
 
@@ -44,31 +44,47 @@ def summarise(
             *_next(objective, ranked, judgement),
         ],
     }
-    texts = {name: " ".join(sentences) for name, sentences in paragraphs.items()}
-    return [(name, text) for name, text in texts.items() if text]
+    written: list[tuple[str, str]] = []
+    for name, sentences in paragraphs.items():
+        text = " ".join(sentences)
+        if text:
+            written.append((name, text))
+    return written
 
 
-def next_commands(sweep: SweepDirectory, objective: SweepObjective, ranking: Ranking) -> Iterator[tuple[str, str]]:
+def next_commands(
+    sweep: SweepDirectory,
+    objective: SweepObjective,
+    ranking: Ranking,
+) -> Iterator[tuple[str, str]]:
     """Yield what to do next, each with the command that does it."""
-    if any(row.style == "idle" or row.status in {"cancelled", "preempted", "timeout"} for row in ranking.unranked):
-        yield "Finish the sweep", f"training-infra sweep --sweep-dir {shell_word(sweep.path)} --resume"
+    unfinished = {"cancelled", "preempted", "timeout"}
+    if any(row.style == "idle" or row.status in unfinished for row in ranking.unranked):
+        command = f"training-infra sweep --sweep-dir {shell_word(sweep.path)} --resume"
+        yield "Finish the sweep", command
     if not ranking.ranked:
         return
     best = ranking.ranked[0]
     run = sweep.run(best.folder)
     if not objective.trains:
-        yield "Train with the fastest settings", f"training-infra train --config {shell_word(run.config)}"
+        command = f"training-infra train --config {shell_word(run.config)}"
+        yield "Train with the fastest settings", command
     elif best.training is not None:
         twice = 2 * best.training.steps
-        yield f"Train the best one on, to step {twice:,}", f"{command_to_resume(run)} --steps {twice}"
+        command = f"{command_to_resume(run)} --steps {twice}"
+        yield f"Train the best one on, to step {twice:,}", command
         out = shell_word(f"{sweep.name}-best")
-        yield "Export the best one", f"training-infra export-hf {shell_word(run.path)} --out {out}"
+        command = f"training-infra export-hf {shell_word(run.path)} --out {out}"
+        yield "Export the best one", command
 
 
 def _compared(record: SweepRecord) -> Iterator[str]:
-    words = SettingWords([element.settings for element in record.elements])
-    keys = differing_keys([element.settings for element in record.elements])
-    values = [f"{words.keys[key]} ({_values(list(words.values[key].values()))})" for key in keys]
+    settings = [element.settings for element in record.elements]
+    words = SettingWords(settings)
+    values: list[str] = []
+    for key in differing_keys(settings):
+        texts = list(words.values[key].values())
+        values.append(f"{words.keys[key]} ({_values(texts)})")
     num_elements = len(record.elements)
     if values:
         yield f"{num_elements} elements: {' x '.join(values)}."
@@ -97,9 +113,11 @@ def _fastest(timed: Mapping[str, BenchmarkRecord]) -> Iterator[str]:
     if close:
         yield f"Not told apart from it by their steps: {_listed(close)}."
     if apart := [name for name in slower if name not in close]:
-        yield f"The next ({apart[0]}) reaches {timed[apart[0]].tokens_per_second / rate:.0%} of that."
+        share = timed[apart[0]].tokens_per_second / rate
+        yield f"The next ({apart[0]}) reaches {share:.0%} of that."
         if len(apart) > 1:
-            yield f"The slowest ({apart[-1]}) reaches {timed[apart[-1]].tokens_per_second / rate:.0%}."
+            share = timed[apart[-1]].tokens_per_second / rate
+            yield f"The slowest ({apart[-1]}) reaches {share:.0%}."
 
 
 def _best_trained(ranked: Sequence[SweepRow], objective: SweepObjective) -> Iterator[str]:
@@ -109,7 +127,8 @@ def _best_trained(ranked: Sequence[SweepRow], objective: SweepObjective) -> Iter
     yield f"{best}: {objective.name} {quality.value:.4f}."
     if others:
         behind = qualities[others[0]].behind(quality)
-        yield f"The next ({others[0]}) is {behind} {objective.behind}{chance(behind.is_told_apart, objective)}."
+        by_chance = chance(behind.is_told_apart, objective)
+        yield f"The next ({others[0]}) is {behind} {objective.behind}{by_chance}."
     if more := [name for name in _close(qualities) if name != others[0]]:
         yield f"{len(more)} more {'is' if len(more) == 1 else 'are'} within the spread."
     yield from _not_a_setting(ranked)
@@ -123,7 +142,13 @@ def _qualities(ranked: Sequence[SweepRow]) -> dict[str, Quality]:
 def _close(qualities: Mapping[str, Quality]) -> list[str]:
     """Return the elements that chance alone may have put behind the first."""
     best, *others = qualities
-    return [name for name in others if qualities[name].behind(qualities[best]).is_told_apart is False]
+    close: list[str] = []
+    for name in others:
+        behind = qualities[name].behind(qualities[best])
+        # None, where the spread is unknown, does not count
+        if behind.is_told_apart is False:
+            close.append(name)
+    return close
 
 
 def _not_a_setting(ranked: Sequence[SweepRow]) -> Iterator[str]:
@@ -166,9 +191,8 @@ def _diverged(ranking: Ranking) -> Iterator[str]:
 def _not_evaluated(ranking: Ranking) -> Iterator[str]:
     rows = [row for row in ranking.rows if row.not_evaluated]
     if rows:
-        named = "; ".join(f"{row.name} ({row.not_evaluated.rstrip('.')})" for row in rows[:MAX_NAMED])
-        more = f"; and {len(rows) - MAX_NAMED} more, listed below" if len(rows) > MAX_NAMED else ""
-        yield f"{len(rows)} of {len(ranking.rows)} trained without getting a score: {named}{more}."
+        named = _with_reasons([(row.name, row.not_evaluated) for row in rows])
+        yield f"{len(rows)} of {len(ranking.rows)} trained without getting a score: {named}."
 
 
 def _timed(ranked: Sequence[SweepRow]) -> dict[str, BenchmarkRecord]:
@@ -176,12 +200,27 @@ def _timed(ranked: Sequence[SweepRow]) -> dict[str, BenchmarkRecord]:
 
 
 def _left_out(ranking: Ranking, skipped: Sequence[SweepRow]) -> Iterator[str]:
-    failed = [(row.name, f"{row.outcome.status}, {row.outcome.reason}") for row in ranking.missing if row.outcome]
-    for what, reasons in (("could not run", [(row.name, row.skipped) for row in skipped]), ("failed", failed)):
+    impossible = [(row.name, row.skipped) for row in skipped]
+    failed: list[tuple[str, str]] = []
+    for row in ranking.missing:
+        outcome = row.outcome
+        if outcome:
+            failed.append((row.name, f"{outcome.status}, {outcome.reason}"))
+    num_elements = len(ranking.rows) + len(skipped)
+    for what, reasons in (("could not run", impossible), ("failed", failed)):
         if reasons:
-            named = "; ".join(f"{name} ({reason.rstrip('.')})" for name, reason in reasons[:MAX_NAMED])
-            more = f"; and {len(reasons) - MAX_NAMED} more, listed below" if len(reasons) > MAX_NAMED else ""
-            yield f"{len(reasons)} of {len(ranking.rows) + len(skipped)} {what}: {named}{more}."
+            yield f"{len(reasons)} of {num_elements} {what}: {_with_reasons(reasons)}."
+
+
+def _with_reasons(reasons: Sequence[tuple[str, str]]) -> str:
+    """Return names with a reason each, of as many elements as a sentence has room for."""
+    parts: list[str] = []
+    for name, reason in reasons[:MAX_NAMED]:
+        text = reason.rstrip(".")
+        parts.append(f"{name} ({text})")
+    if len(reasons) > MAX_NAMED:
+        parts.append(f"and {len(reasons) - MAX_NAMED} more, listed below")
+    return "; ".join(parts)
 
 
 def _since(judgement: Judgement) -> Iterator[str]:
@@ -200,20 +239,25 @@ def _since(judgement: Judgement) -> Iterator[str]:
     if few := judgement.of("too few"):
         most = max(len(one.earlier) for one in few)
         results = "result" if most == 1 else "results"
-        yield f"For {_counted(few, judgement)} there is no verdict yet: only {most} earlier {results}."
+        some = _counted(few, judgement)
+        yield f"For {some} there is no verdict yet: only {most} earlier {results}."
     changed = ", ".join(change.key for change in judgement.changes)
-    yield (
-        f"Changed since {shown_time(judgement.since)}: {changed}."
-        if changed
-        else "No version, commit or setting has changed."
-    )
+    if changed:
+        yield f"Changed since {shown_time(judgement.since)}: {changed}."
+    else:
+        yield "No version, commit or setting has changed."
 
 
 def _counted(some: Sequence[ComparedElement], judgement: Judgement) -> str:
-    return "all elements" if len(some) == len(judgement.elements) else f"{len(some)} of {len(judgement.elements)}"
+    num_elements = len(judgement.elements)
+    return "all elements" if len(some) == num_elements else f"{len(some)} of {num_elements}"
 
 
-def _next(objective: SweepObjective, ranked: Sequence[SweepRow], judgement: Judgement | None) -> Iterator[str]:
+def _next(
+    objective: SweepObjective,
+    ranked: Sequence[SweepRow],
+    judgement: Judgement | None,
+) -> Iterator[str]:
     if judgement:
         yield from _look_for(judgement)
     if objective.trains:
@@ -235,7 +279,9 @@ def _more_to_ask(objective: SweepObjective, ranked: Sequence[SweepRow]) -> Itera
     number = f", here {len(rows.counts)}" if rows else ""
     more = f"rows (training.eval_sequences{number})"
     if objective.kind == "score":
-        more = "sequences (evaluation.sequences)" if objective.metric == LOSS else "questions, or on more tasks"
+        more = "questions, or on more tasks"
+        if objective.metric == LOSS:
+            more = "sequences (evaluation.sequences)"
     seeds = "" if any("training.seed" in row.settings for row in ranked) else _SEEDS
     yield f"To tell the first ones apart, evaluate on more {more}{seeds}."
 
@@ -246,13 +292,16 @@ _SEEDS = ", and add training.seed: [0, 1, 2] to the grid, which shows how far ch
 def _look_for(judgement: Judgement) -> Iterator[str]:
     commits = [change for change in judgement.changes if change.key == "commit"]
     if judgement.of("slower") and commits:
-        before, now = (
-            commit.removesuffix("-dirty") for commit in (commits[0].before, commits[0].now.partition(" ")[0])
-        )
-        yield f"Look for the cause in git log {before}..{now}." if before != now else "Look at the files not committed."
+        before = commits[0].before.removesuffix("-dirty")
+        now = commits[0].now.partition(" ")[0].removesuffix("-dirty")
+        if before != now:
+            yield f"Look for the cause in git log {before}..{now}."
+        else:
+            yield "Look at the files not committed."
     noisy = [one for one in judgement.elements if one.notes]
     if noisy:
-        yield f"{len(noisy)} of {len(judgement.elements)} results are noisy: repeat them while the machine is idle."
+        counted = f"{len(noisy)} of {len(judgement.elements)}"
+        yield f"{counted} results are noisy: repeat them while the machine is idle."
 
 
 def _edges(ranked: Sequence[SweepRow], every: Sequence[SweepRow]) -> Iterator[str]:
@@ -265,7 +314,8 @@ def _room(best: SweepRow) -> Iterator[str]:
         return
     share = best.memory_bytes / best.usable_bytes
     if share < PLENTY:
-        yield f"It uses {share:.0%} of the GPU's memory: a larger microbatch or less recomputation may be faster."
+        faster = "a larger microbatch or less recomputation may be faster"
+        yield f"It uses {share:.0%} of the GPU's memory: {faster}."
 
 
 def _listed(names: Sequence[str]) -> str:
