@@ -38,13 +38,15 @@ class LlamaTrainingOrchestrator:
     """One run: configure it, estimate it, rehearse it, and launch it.
 
     Args:
-        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face
+            folder.
         training_strategy: the strategy or its name.
         num_gpus: devices in all; without CUDA, one device is the CPU.
-        auto_configure: search for the fastest plan that fits wherever settings are left open; False uses no tensor,
-            pipeline or context parallelism that is not asked for.
+        auto_configure: search for the fastest plan that fits wherever settings are left open; False
+            uses no tensor, pipeline or context parallelism that is not asked for.
         training_config: how the model is trained.
-        distributed_config: how the work is divided, with the number of devices; replaces ``num_gpus``.
+        distributed_config: how the work is divided, with the number of
+            devices; replaces ``num_gpus``.
         **settings: see ``configure``.
 
     Raises:
@@ -63,12 +65,14 @@ class LlamaTrainingOrchestrator:
         distributed_config: DistributedConfig | None = None,
         **settings: Any,
     ) -> None:
-        check_kind("training_config", training_config, TrainingConfig | None, "make it with TrainingConfig(...)")
-        strategy = TrainingStrategy(training_strategy) if isinstance(training_strategy, str) else training_strategy
+        remedy = "make it with TrainingConfig(...)"
+        check_kind("training_config", training_config, TrainingConfig | None, remedy)
+        strategy = training_strategy
+        if isinstance(strategy, str):
+            strategy = TrainingStrategy(strategy)
         self.auto_configure = auto_configure
-        self.config = RunConfig.from_mapping(
-            {"model": model_variant, "parallel": self._divided({"gpus": num_gpus})} | strategy.as_keys()
-        )
+        keys = {"model": model_variant, "parallel": self._divided({"gpus": num_gpus})}
+        self.config = RunConfig.from_mapping(keys | strategy.as_keys())
         self.run_dir: Path | None = None
         """The run's directory; None before launch."""
         if distributed_config is not None:
@@ -77,9 +81,10 @@ class LlamaTrainingOrchestrator:
 
     @python_spelling()
     def configure(self, **settings: Any) -> None:
-        """Change settings by the last word of their key: ``configure(batch_size=16, learning_rate=1e-4)``.
+        """Change settings by the last word of their key: ``configure(batch_size=16)``.
 
-        If several sections have the word, the first in ``RunConfig`` counts: ``steps`` is ``training.steps``.
+        If several sections have the word, the first in ``RunConfig`` counts: ``steps`` is
+        ``training.steps``.
 
         Raises:
             ConfigError: if there is no such setting, or its value is invalid.
@@ -88,7 +93,9 @@ class LlamaTrainingOrchestrator:
 
     @property
     def distributed_config(self) -> DistributedConfig:
-        """How the work is divided. Assign a value of ``ConfigurationFactory`` to replace all of it, ``gpus`` too.
+        """How the work is divided.
+
+        Assign a value of ``ConfigurationFactory`` to replace all of it, ``gpus`` too.
 
         Raises:
             ConfigError: if the assigned value contradicts the other settings.
@@ -99,7 +106,8 @@ class LlamaTrainingOrchestrator:
     @python_spelling()
     def distributed_config(self, asked: DistributedConfig) -> None:
         check_kind("distributed_config", asked, DistributedConfig, MADE_BY_FACTORY)
-        self.config = self.config.with_overrides(Override("parallel", self._divided(asked.model_dump())))
+        divided = self._divided(asked.model_dump())
+        self.config = self.config.with_overrides(Override("parallel", divided))
 
     def _divided(self, parallel: dict[str, Any]) -> dict[str, Any]:
         """Return a request for devices; without auto-configuration, degrees left open are 1."""
@@ -112,12 +120,14 @@ class LlamaTrainingOrchestrator:
     def print_configuration(self) -> None:
         """Print the model, the filled-in defaults, the plan and its memory.
 
-        The plan is for this machine if it has the devices, otherwise for GPUs that need not be here.
+        The plan is for this machine if it has the devices, otherwise for GPUs that need not be
+        here.
         """
         planned = plan_anywhere(self.config)
-        say("model", f"{self.config.model_in_words}, {self.config.spec.num_parameters:,} parameters")
-        if self.config.spec.lora:
-            say("weights", counts_in_words(self.config.spec))
+        spec = self.config.spec
+        say("model", f"{self.config.model_in_words}, {spec.num_parameters:,} parameters")
+        if spec.lora:
+            say("weights", counts_in_words(spec))
         for choice in planned.choices:
             say("default", in_python(choice))
         say("plan", planned.plan.summary())
@@ -134,7 +144,10 @@ class LlamaTrainingOrchestrator:
 
     @python_spelling()
     def dry_run(self) -> "DryRunResult | None":
-        """Return the bytes of every rank, counted on fake tensors without a device; None under DeepSpeed."""
+        """Return the bytes of every rank, counted on fake tensors; None under DeepSpeed.
+
+        That needs no device.
+        """
         return preview(self.config, here=True, data=False).rehearsed
 
     @one_line_if_interrupted()
@@ -150,19 +163,23 @@ class LlamaTrainingOrchestrator:
     ) -> TrainingSummary:
         """Train, and write the run's report.
 
-        With a dataloader, one device trains in this process. Several devices train on the ranks started by torchrun or
-        srun, if this is one of them; otherwise this starts ranks on this machine and sends them the dataloader.
-        Without a dataloader, a job trains on ``data.source``.
+        With a dataloader, one device trains in this process. Several devices train on the
+        ranks started by torchrun or srun, if this is one of them; otherwise this starts
+        ranks on this machine and sends them the dataloader. Without a dataloader, a job
+        trains on ``data.source``.
 
         Args:
-            train_dataloader: an iterable of global batches, or a function that makes one: arrays of tokens [B, S],
-                pairs of inputs and targets, or mappings with ``input_ids``, whose ``labels`` are not shifted, as in
-                Hugging Face. Ranks divide the rows of every batch.
+            train_dataloader: an iterable of global batches, or a function that makes one:
+                arrays of tokens [B, S], pairs of inputs and targets, or mappings with
+                ``input_ids``, whose ``labels`` are not shifted, as in Hugging Face. Ranks
+                divide the rows of every batch.
             val_dataloader: held-out batches in the same forms.
             run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
-            resume: continue the run in ``run_dir``, or the newest unfinished one of this configuration.
-            allow_data_change: let the run in ``run_dir`` go on with other sources, weights or stages of its mixture;
-                each source that is the same goes on where it was. Not with a dataloader, whose order is its own.
+            resume: continue the run in ``run_dir``, or the newest unfinished
+                one of this configuration.
+            allow_data_change: let the run in ``run_dir`` go on with other sources, weights or
+                stages of its mixture; each source that is the same goes on where it was. Not with a
+                dataloader, whose order is its own.
 
         Raises:
             TrainingInfraError: if the request is wrong or the run does not finish.
@@ -170,7 +187,8 @@ class LlamaTrainingOrchestrator:
         """
         path = None if run_dir is None else Path(run_dir)
         if train_dataloader is not None and allow_data_change:
-            raise ConfigError("allow_data_change is for a mixture (data.sources); leave it out with a dataloader")
+            what = "allow_data_change is for a mixture (data.sources)"
+            raise ConfigError(f"{what}; leave it out with a dataloader")
         own = local_steps(self.config, path, resume=resume, allow_data_change=allow_data_change)
 
         def validate(run: RunDirectory) -> EnvironmentReport:
@@ -179,7 +197,8 @@ class LlamaTrainingOrchestrator:
 
         own = replace(own, validate=validate)
         if train_dataloader is not None:
-            run = run_loader_chain(self.config, train_dataloader, val_dataloader, own, path, resume=resume)
+            loaders = (train_dataloader, val_dataloader)
+            run = run_loader_chain(self.config, *loaders, own, path, resume=resume)
         else:
             refuse_started_ranks()
             run = run_chain(own)
@@ -188,12 +207,16 @@ class LlamaTrainingOrchestrator:
 
 
 def quick_start(
-    model_variant: str, strategy: TrainingStrategy | str = "standard", num_gpus: int = 1, **settings: Any
+    model_variant: str,
+    strategy: TrainingStrategy | str = "standard",
+    num_gpus: int = 1,
+    **settings: Any,
 ) -> LlamaTrainingOrchestrator:
     """Return an orchestrator for ``model_variant`` with defaults for everything else.
 
     Args:
-        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face
+            folder.
         strategy: the strategy or its name.
         num_gpus: devices in all.
         **settings: as for ``LlamaTrainingOrchestrator.configure``.
@@ -202,30 +225,57 @@ def quick_start(
 
 
 def create_tiny_llama3_orchestrator(
-    size: str = "50m", num_gpus: int = 1, strategy: TrainingStrategy | str = "standard", **settings: Any
+    size: str = "50m",
+    num_gpus: int = 1,
+    strategy: TrainingStrategy | str = "standard",
+    **settings: Any,
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for the Llama 3 of ``size`` 50m or 150m; other arguments as for ``quick_start``."""
+    """Return an orchestrator for the Llama 3 of ``size`` 50m or 150m.
+
+    Other arguments are those of ``quick_start``.
+    """
     return LlamaTrainingOrchestrator(f"tiny_llama3_{size}", strategy, num_gpus, **settings)
 
 
 def create_llama3_8b_orchestrator(
-    num_gpus: int = 1, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
+    num_gpus: int = 1,
+    strategy: TrainingStrategy | str = "standard",
+    *,
+    instruct: bool = False,
+    **settings: Any,
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for Llama 3 8B or its instruct variant; other arguments as for ``quick_start``."""
+    """Return an orchestrator for Llama 3 8B or its instruct variant.
+
+    Other arguments are those of ``quick_start``.
+    """
     return LlamaTrainingOrchestrator(_llama3("8b", instruct), strategy, num_gpus, **settings)
 
 
 def create_llama3_70b_orchestrator(
-    num_gpus: int = 8, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
+    num_gpus: int = 8,
+    strategy: TrainingStrategy | str = "standard",
+    *,
+    instruct: bool = False,
+    **settings: Any,
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for Llama 3 70B or its instruct variant; other arguments as for ``quick_start``."""
+    """Return an orchestrator for Llama 3 70B or its instruct variant.
+
+    Other arguments are those of ``quick_start``.
+    """
     return LlamaTrainingOrchestrator(_llama3("70b", instruct), strategy, num_gpus, **settings)
 
 
 def create_llama3_405b_orchestrator(
-    num_gpus: int = 64, strategy: TrainingStrategy | str = "standard", *, instruct: bool = False, **settings: Any
+    num_gpus: int = 64,
+    strategy: TrainingStrategy | str = "standard",
+    *,
+    instruct: bool = False,
+    **settings: Any,
 ) -> LlamaTrainingOrchestrator:
-    """Return an orchestrator for Llama 3.1 405B, also as an instruct model; other arguments as for ``quick_start``."""
+    """Return an orchestrator for Llama 3.1 405B, also as an instruct model.
+
+    Other arguments are those of ``quick_start``.
+    """
     own = {"instruct": True} if instruct else {}
     return LlamaTrainingOrchestrator("llama3_405b", strategy, num_gpus, **(own | settings))
 
@@ -246,7 +296,8 @@ def estimate_requirements(
     """Return the estimated memory of training.
 
     Args:
-        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face
+            folder.
         batch_size: sequences per optimizer step over all devices.
         sequence_length: tokens per sequence; by default the model's usual length.
         num_gpus: GPUs in all.
@@ -254,13 +305,18 @@ def estimate_requirements(
         **settings: as for ``LlamaTrainingOrchestrator.configure``.
 
     Returns:
-        ``memory_per_gpu_gb`` (peak of the fullest GPU, in GB of 1e9 bytes), ``min_memory_per_gpu_gb`` (peak of the
-        emptiest), ``host_memory_per_node_gb``, ``fits``, ``device``, ``plan`` (a sentence), ``recommendations``
-        (sentences), ``categories`` (bytes at the peak by category) and ``ranks`` (the same for every rank of a
-        pipeline).
+        ``memory_per_gpu_gb`` (peak of the fullest GPU, in GB of 1e9 bytes),
+        ``min_memory_per_gpu_gb`` (peak of the emptiest), ``host_memory_per_node_gb``, ``fits``,
+        ``device``, ``plan`` (a sentence), ``recommendations`` (sentences), ``categories`` (bytes at
+        the peak by category) and ``ranks`` (the same for every rank of a pipeline).
     """
     orchestrator = LlamaTrainingOrchestrator(
-        model_variant, strategy, num_gpus, batch_size=batch_size, seq_len=sequence_length, **settings
+        model_variant,
+        strategy,
+        num_gpus,
+        batch_size=batch_size,
+        seq_len=sequence_length,
+        **settings,
     )
     planned = plan_for_gpu(orchestrator.config)
     estimate = planned.estimate
@@ -280,23 +336,33 @@ def estimate_requirements(
 @one_line_if_interrupted()
 @python_spelling()
 def tokenize(
-    model_variant: str, source: str | list[str] | None = None, *, num_workers: int | None = None, **settings: Any
+    model_variant: str,
+    source: str | list[str] | None = None,
+    *,
+    num_workers: int | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Tokenise the data of a run with all cores, so that no job waits for it; go on where an earlier call was stopped.
+    """Tokenise the data of a run with all cores, so that no job waits for it.
+
+    It goes on where an earlier call was stopped.
 
     Args:
-        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face folder.
-        source: what ``data.source`` takes: files, folders or wildcards; None for a mixture, or the default.
+        model_variant: a model listed by ``training-infra models``, or the path of a Hugging Face
+            folder.
+        source: what ``data.source`` takes: files, folders or wildcards; None for a
+            mixture, or the default.
         num_workers: processes on this machine, or jobs, if the launcher gives some to tasks.
         **settings: as for ``LlamaTrainingOrchestrator.configure``, such as ``tokenizer``.
 
     Returns:
-        ``num_shards``, ``num_new_shards``, ``num_documents``, ``num_tokens``, ``seconds`` and ``directories``.
+        ``num_shards``, ``num_new_shards``, ``num_documents``, ``num_tokens``,
+        ``seconds`` and ``directories``.
     """
     from llama_core.chain.tokenize import tokenize as tokenize_data
 
     own = {} if source is None else {"source": source}
-    return tokenize_data(LlamaTrainingOrchestrator(model_variant, **(own | settings)).config, num_workers).as_dict()
+    orchestrator = LlamaTrainingOrchestrator(model_variant, **(own | settings))
+    return tokenize_data(orchestrator.config, num_workers).as_dict()
 
 
 def evaluate(
@@ -309,36 +375,43 @@ def evaluate(
     num_sequences: int | None = None,
     **settings: Any,
 ) -> list[dict[str, Any]]:
-    """Return the loss and perplexity of weights on what their run has held out, or on other data; or scores on tasks.
+    """Return the loss and perplexity of weights on what their run has held out, or on other data.
 
-    What checkpoints of a run score is also recorded in its directory.
+    With ``tasks``, return the scores on them instead. What checkpoints of a run score is also
+    recorded in its directory.
 
     Args:
-        source: a run's directory, one of its checkpoints, or a folder with a Hugging Face Llama or PEFT's adapters.
-        data: what to evaluate on, by name, as ``data.source`` takes it; by default what the run has held out.
+        source: a run's directory, one of its checkpoints, or a folder with a Hugging Face
+            Llama or PEFT's adapters.
+        data: what to evaluate on, by name, as ``data.source`` takes it; by default
+            what the run has held out.
         tasks: instead of data, names of tasks, groups or tags of lm-evaluation-harness.
         include_path: a folder with the YAML files of further tasks.
-        steps: the step of a run's checkpoint, ``"best"`` or ``"all"``; by default the newest intact one.
-        num_sequences: most sequences of each of the data, spread evenly; 0 for all. By default those of an evaluation
-            in training.
-        **settings: ``tokenizer``, ``device`` (cpu or cuda), ``dtype`` (fp32, bf16 or fp16), ``num_gpus`` (devices that
-            share the work), ``tensor_parallel`` and ``pipeline_parallel`` (devices among them that divide the matrices
-            and the layers of each copy of the model), ``num_nodes`` (of the job around this process); for data
-            also ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``, ``chat``, ``system``
-            and ``allow_code`` (execute Python code that comes with a task, or that the model writes for one).
+        steps: the step of a run's checkpoint, ``"best"`` or ``"all"``; by
+            default the newest intact one.
+        num_sequences: most sequences of each of the data, spread evenly; 0 for all. By default
+            those of an evaluation in training.
+        **settings: ``tokenizer``, ``device`` (cpu or cuda), ``dtype`` (fp32, bf16 or fp16),
+            ``num_gpus`` (devices that share the work), ``tensor_parallel`` and
+            ``pipeline_parallel`` (devices among them that divide the matrices and the layers of
+            each copy of the model), ``num_nodes`` (of the job around this process); for data also
+            ``seq_len``; for tasks also ``limit`` (most questions of each), ``num_fewshot``,
+            ``chat``, ``system`` and ``allow_code`` (execute Python code that comes with a task, or
+            that the model writes for one).
 
     Returns:
-        For each checkpoint and name of data: ``weights``, ``step``, ``data``, ``loss`` (nats per token),
-        ``standard_error``, ``perplexity``, ``tokens`` and ``seq_len``. For each checkpoint, task and metric:
-        ``weights``, ``step``, ``task``, ``metric``, ``value``, ``standard_error``, ``higher_is_better``, ``examples``,
-        ``version`` and ``num_fewshot``.
+        For each checkpoint and name of data: ``weights``, ``step``, ``data``, ``loss`` (nats per
+        token), ``standard_error``, ``perplexity``, ``tokens`` and ``seq_len``. For each checkpoint,
+        task and metric: ``weights``, ``step``, ``task``, ``metric``, ``value``, ``standard_error``,
+        ``higher_is_better``, ``examples``, ``version`` and ``num_fewshot``.
 
     Raises:
         ConfigError: if both data and tasks are given.
     """
     if tasks is not None:
         if data is not None or num_sequences is not None:
-            raise ConfigError("tasks and data exclude each other; evaluate on data in a call of its own")
+            remedy = "evaluate on data in a call of its own"
+            raise ConfigError(f"tasks and data exclude each other; {remedy}")
         return _scores_on_tasks(Path(source), tasks, include_path, steps, settings)
     if include_path is not None:
         raise ConfigError("include_path has no effect without tasks; name tasks, or drop it")
@@ -348,7 +421,9 @@ def evaluate(
 
     named = None
     if data is not None:
-        named = {name: paths if isinstance(paths, str) else tuple(paths) for name, paths in data.items()}
+        named = {}
+        for name, paths in data.items():
+            named[name] = paths if isinstance(paths, str) else tuple(paths)
     devices = _taken_from(settings, Devices)
     asked = settings | {"num_sequences": num_sequences}
     found = evaluate_weights(Path(source), named, steps=steps, devices=devices, **asked)
@@ -370,9 +445,20 @@ def _scores_on_tasks(
         raise ConfigError(f"tasks={names!r}: give a list of names, [{names!r}]")
     asked = _taken_from(settings, Asked)
     devices = _taken_from(settings, Devices)
-    found = evaluate_tasks(source, names, folder=folder, steps=steps, asked=asked, devices=devices, **settings)
-    recorded = recorded_tasks(found, asked, tokenizer=settings.get("tokenizer"), dtype=devices.dtype)
-    return [record for one in recorded for record in one.as_dicts()]
+    found = evaluate_tasks(
+        source,
+        names,
+        folder=folder,
+        steps=steps,
+        asked=asked,
+        devices=devices,
+        **settings,
+    )
+    tokenizer = settings.get("tokenizer")
+    records: list[dict[str, Any]] = []
+    for one in recorded_tasks(found, asked, tokenizer=tokenizer, dtype=devices.dtype):
+        records += one.as_dicts()
+    return records
 
 
 def _taken_from(settings: dict[str, Any], kind: Any) -> Any:
@@ -382,5 +468,9 @@ def _taken_from(settings: dict[str, Any], kind: Any) -> Any:
 
 
 def validate_environment() -> dict[str, Any]:
-    """Check this machine; return ``errors``, ``warnings``, ``facts``, and ``problems`` (of the facts, by name)."""
+    """Check this machine.
+
+    Returns:
+        ``errors``, ``warnings``, ``facts``, and ``problems`` (of the facts, by name).
+    """
     return asdict(environment.validate_environment())
