@@ -1,25 +1,43 @@
 """What attention of a layer has to compute, and the kernels that compute it: a record and a table that all others ask.
 
-::
+From what a layer needs to the kernel that serves it::
 
-    ModelSpec, layer, rows of documents?      parallel.attention, cp      device, precision
-                  |                                    |                         |
-           AttentionNeeds                              |                         |
-                  |                                    |                         |
-                  +-----------> chosen_kernel: the first row that serves <-------+      none does: PlanError
-                                          |
-          a query sees                    |  a rank has whole rows          ranks divide a row (cp)
-          --------------------------------+-------------------------------------------------------------
-          all before it                   |  causal                         ring
-          not all of it, CUDA, 16 bits    |  varlen                         gathered
-          not all of it, elsewhere        |  masked                         masked ring
-          with a soft cap, or with math   |  all scores, masked scores      none
-                                          |
-                     planning, rehearsal, batches, blocks ask the row what it is told, holds and sends
+      ModelSpec.attention(layer)     rows of documents?     parallel.attention, cp     device, dtype
+                  |                          |                       |                       |
+            AttentionNeeds <-----------------+                       |                       |
+                  |                                                  |                       |
+                  v                                                  |                       |
+      chosen_kernel: the first row that serves all layers <----------+-----------------------+
+                  |                                      \
+                  |  what it is told:                     +---> no row does: refusal, one line,
+                  |  nothing, a mask, or documents              when the plan is made
+                  |
+                  +---> training.inputs, training.evaluation: what a batch carries
+                  |
+                  v
+      kernel_told: the row of each layer, given what is told, parallel.attention and cp
+                  |
+                  +---> planning.program, planning.time: bytes, FLOPs, transfers
+                  +---> models.layers.use_kernels: what a block computes with
+                  +---> parallel.recompute: whether its recomputation can be compiled
 
-A block calls its kernel on queries, keys, values and what the row is told (``models/layers.py``). The caches of
-generation stand before that: they give it earlier keys and values too, and so serve what it serves. When a CPU trains,
-``models/cpu_attention.py`` takes the place of torch's own backward of ``causal`` and ``masked``, where it is faster.
+      planning.plan and parallel.context ask refusal before that; whatever generates asks check_cached: chain.generate,
+      planning.evaluation_plan, and both caches (models.generation, models.batched_generation).
+
+Which row serves::
+
+      a query sees                  |  a forward has whole rows       ranks divide a row (cp)   earlier forwards' keys
+      ------------------------------+-----------------------------------------------------------------------------------
+      all before it                 |  causal                         ring                      cache
+      ... and a CPU trains          |  cpu causal (bf16)
+      not all of it, CUDA, 16 bits  |  varlen                         gathered                  no documents: refused
+      not all of it, elsewhere      |  masked                         masked ring               cache, for a window
+      ... and a CPU trains          |  cpu masked (bf16, fp32)
+      with a soft cap, or with math |  all scores, masked scores      refused                   cache with all scores
+
+A block calls its kernel on queries, keys, values and what the row is told. A cache stands before that: it gives the
+kernel the keys and values of earlier forwards too. The rows of the CPU stand in for ``causal`` and ``masked`` where a
+backward follows, and only there: without one, torch's own kernels are as fast.
 """
 
 import math
@@ -34,8 +52,14 @@ DocumentAttention = Literal["none", "mask", "varlen"]
 each document begins and how long the window is, with which it skips the other scores and holds no mask."""
 Trait = Literal["documents", "window", "soft cap"]
 """What causal attention over whole rows lacks."""
-Moves = Literal["nothing", "ring", "gather"]
-"""What ranks that divide a row do with its keys and values: pass them around block by block, or gather them."""
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+"""The dtype of activations."""
+Moves = Literal["nothing", "ring", "gather", "cache"]
+"""How a forward gets keys and values of tokens that it does not have: ranks that divide a row pass them around block by
+block, or gather them; a cache keeps those of earlier forwards."""
+
+STATED_BY_MODEL = ("sliding_window", "windowed_layers", "attention_soft_cap")
+"""The fields of ``ModelSpec``, beside sizes, that needs of layers follow from, and that no weight shows."""
 
 
 class AttentionNeeds(NamedTuple):
@@ -91,11 +115,22 @@ class Kernel:
     holds_scores: bool = False
     """Whether it holds all scores, in fp32, as torch's math kernel does: what ``parallel.attention=math`` asks for, and
     what no fused kernel serves."""
+    device: str = ""
+    """The only kind of device that has it; empty for all."""
+    dtypes: frozenset[Dtype] = frozenset()
+    """The only dtypes of activations that it takes; empty for all."""
+    only_trains: bool = False
+    """Whether it is of use only where a backward follows; it then stands in for the kernel of every device."""
 
     @property
     def divides_rows(self) -> bool:
         """Whether each rank has a part of each row."""
-        return self.moves != "nothing"
+        return self.moves in {"ring", "gather"}
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether a cache keeps the keys and values of earlier forwards."""
+        return self.moves == "cache"
 
     @property
     def skips_hidden(self) -> bool:
@@ -107,78 +142,127 @@ class Kernel:
         """Whether torch may run a faster kernel than flash attention, over whole rows and without a mask."""
         return self.told == "none" and not self.divides_rows
 
+    @property
+    def has_random_state(self) -> bool:
+        """Whether torch may save a random state for a recomputation, as for ``scaled_dot_product_attention``."""
+        return self.told != "varlen"
+
     def repeats_heads(self, *, is_narrow: bool) -> bool:
         """Return whether CUDA's kernel needs a key head for each query head, of which a backward keeps copies."""
         is_torchs_choice = not self.divides_rows and not self.holds_scores
         return is_torchs_choice and (self.told == "mask" or not is_narrow)
 
-    def runs_on(self, device: str, *, is_narrow: bool) -> bool:
-        """Return whether a kind of device has it, for activations of 16 bits or of more."""
-        return self.told != "varlen" or has_document_kernel(device, is_narrow=is_narrow)
+    def runs_on(self, device: str, dtype: Dtype) -> bool:
+        """Return whether a kind of device has it for activations of a dtype."""
+        return self.device in {"", device} and (not self.dtypes or dtype in self.dtypes)
 
 
 NONE: frozenset[Trait] = frozenset()
+WINDOW: frozenset[Trait] = frozenset({"window"})
 HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
 CAPPED: frozenset[Trait] = frozenset({"soft cap"})
+NARROW: frozenset[Dtype] = frozenset({"bf16", "fp16"})
+# backwards of our own, faster than torch's; in fp32 only because they skip keys that a mask hides
+CPU_CAUSAL = Kernel("cpu causal", NONE, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
+CPU_MASKED = Kernel("cpu masked", HIDDEN, "mask", device="cpu", dtypes=frozenset({"bf16", "fp32"}), only_trains=True)
 CAUSAL = Kernel("causal", NONE, "none")
-VARLEN = Kernel("varlen", HIDDEN, "varlen")
+VARLEN = Kernel("varlen", HIDDEN, "varlen", device="cuda", dtypes=NARROW)
 MASKED = Kernel("masked", HIDDEN, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
-GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather")
+GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=NARROW)
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
 ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
 MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)
-KERNELS = (CAUSAL, VARLEN, MASKED, RING, GATHERED, MASKED_RING, ALL_SCORES, MASKED_SCORES)
+# a cache continues one text in each row, so it knows no documents
+CACHE = Kernel("cache", WINDOW, "mask", "cache")
+SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | CAPPED, "mask", "cache", holds_scores=True)
+KERNELS = (
+    CPU_CAUSAL,
+    CAUSAL,
+    VARLEN,
+    CPU_MASKED,
+    MASKED,
+    RING,
+    GATHERED,
+    MASKED_RING,
+    ALL_SCORES,
+    MASKED_SCORES,
+    CACHE,
+    SCORES_OF_CACHE,
+)
 """In order of preference."""
 
 
-def has_document_kernel(device: str, *, is_narrow: bool) -> bool:
-    """Return whether a kind of device has the varlen kernel, which takes 16 bits alone."""
-    return device == "cuda" and is_narrow
+def kernels_of(asked: str, *, cp: int = 1, cached: bool = False) -> tuple[Kernel, ...]:
+    """Return the rows that a plan may use, in order of preference.
+
+    Args:
+        asked: ``parallel.attention``.
+        cp: ranks that divide a row.
+        cached: whether a cache keeps the keys and values of earlier forwards.
+    """
+    found = []
+    for kernel in KERNELS:
+        has_keys = kernel.divides_rows == (cp > 1) and kernel.is_cached == cached
+        if has_keys and (asked == "auto" or kernel.holds_scores):
+            found.append(kernel)
+    return tuple(found)
 
 
-def kernels_of(asked: str, *, cp: int) -> tuple[Kernel, ...]:
-    """Return the rows that a plan may use, in order of preference; ``asked`` is ``parallel.attention``."""
-    of_division = [kernel for kernel in KERNELS if kernel.divides_rows == (cp > 1)]
-    if asked == "auto":
-        return tuple(of_division)
-    return tuple(kernel for kernel in of_division if kernel.holds_scores)
-
-
-def refusal(needs: Iterable[AttentionNeeds], *, asked: str = "auto", cp: int = 1) -> str:
+def refusal(needs: Iterable[AttentionNeeds], *, asked: str = "auto", cp: int = 1, cached: bool = False) -> str:
     """Return why no kernel serves what the layers of a model need, on any device; an empty text if one does."""
     traits = _traits(needs)
-    if _serving(traits, asked, cp):
+    if _serving(traits, asked, cp, cached):
         return ""
-    offered = ", ".join(kernel.name for kernel in kernels_of(asked, cp=cp)) or "no kernel"
+    rows = kernels_of(asked, cp=cp, cached=cached)
+    offered = ", ".join(kernel.name for kernel in rows if not kernel.only_trains) or "no kernel"
+    wanted = " and ".join(sorted(traits))
+    if cached:
+        return f"attention with {wanted} has no kernel among those of a cache ({offered}), so no text can be generated"
     remedies = {
         "cp=1": _serving(traits, asked, 1),
         "attention=auto": _serving(traits, "auto", cp),
         "cp=1 and attention=auto": _serving(traits, "auto", 1),
     }
     remedy = next((f"; use {remedy}" for remedy, serving in remedies.items() if serving), "")
-    wanted = " and ".join(sorted(traits))
     among = f"those of cp={cp} and attention={asked} ({offered})"
     return f"attention with {wanted} has no kernel among {among}{remedy}"
 
 
+def check_cached(needs: Iterable[AttentionNeeds]) -> None:
+    """Refuse layers whose attention a cache of generation does not serve.
+
+    Raises:
+        PlanError: saying what no row for caches has.
+    """
+    if unserved := refusal(needs, cached=True):
+        raise PlanError(unserved)
+
+
 def chosen_kernel(
-    needs: Collection[AttentionNeeds], *, device: str, is_narrow: bool, asked: str = "auto", cp: int = 1
+    needs: Collection[AttentionNeeds],
+    *,
+    device: str,
+    dtype: Dtype,
+    asked: str = "auto",
+    cp: int = 1,
+    trains: bool = True,
 ) -> Kernel:
-    """Return the kernel of all layers of a model.
+    """Return the kernel that serves all layers of a model, which decides what a batch tells them.
 
     Args:
         needs: what its layers need.
         device: the kind of device.
-        is_narrow: whether activations have 16 bits.
+        dtype: the dtype of activations.
         asked: ``parallel.attention``.
         cp: ranks that divide a row.
+        trains: whether a backward follows.
 
     Raises:
         PlanError: if no kernel serves all that is needed.
     """
     for kernel in _serving(_traits(needs), asked, cp):
-        if kernel.runs_on(device, is_narrow=is_narrow):
+        if kernel.runs_on(device, dtype) and (trains or not kernel.only_trains):
             return kernel
     raise PlanError(refusal(needs, asked=asked, cp=cp))
 
@@ -186,12 +270,15 @@ def chosen_kernel(
 def kernel_told(needs: AttentionNeeds, told: DocumentAttention, *, asked: str = "auto", cp: int = 1) -> Kernel:
     """Return the kernel of one layer, where ``chosen_kernel`` has decided what the kernels of all layers are told.
 
+    What is told leaves no choice by device but where a CPU trains: a row for that stands in for the one returned here,
+    and holds and sends the same.
+
     Raises:
         PlanError: if no such kernel serves what the layer needs.
     """
     # what is hidden is a matter of what the kernel is told
     for kernel in _serving(needs.traits - HIDDEN, asked, cp):
-        if kernel.told == told:
+        if kernel.told == told and not kernel.only_trains:
             return kernel
     raise PlanError(refusal([needs], asked=asked, cp=cp))
 
@@ -200,5 +287,5 @@ def _traits(needs: Iterable[AttentionNeeds]) -> frozenset[Trait]:
     return NONE.union(*(layer.traits for layer in needs))
 
 
-def _serving(traits: frozenset[Trait], asked: str, cp: int) -> list[Kernel]:
-    return [kernel for kernel in kernels_of(asked, cp=cp) if traits <= kernel.serves]
+def _serving(traits: frozenset[Trait], asked: str, cp: int, cached: bool = False) -> list[Kernel]:
+    return [kernel for kernel in kernels_of(asked, cp=cp, cached=cached) if traits <= kernel.serves]

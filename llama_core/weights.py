@@ -11,7 +11,7 @@ Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router
 * inputs: a matrix, by its columns; each rank has some of the inputs, and the ranks sum up what they compute
 * stream: not at all; it is applied to the residual stream, or to what is added to it
 * heads: as its module is applied to the heads, of which each rank has some: to each of them, and then not at all; or
-  to all of them as one, and then as they are
+  to all of them as one, and then as they are; so is a weight of attention itself, with entries for each head
 * router: not at all; it is applied to whole tokens, but gets only a part of its gradient
 * adapted: a weight of an adapter, along the side of its matrix that is divided; one that lacks this side is whole on
   every rank, and gets a part of its gradient

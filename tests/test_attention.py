@@ -1,12 +1,21 @@
 """One table says which kernel computes attention: each choice of a run follows from what its layers need."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 
 import pytest
 
-from llama_core.attention import KERNELS, AttentionNeeds, chosen_kernel, kernel_told, kernels_of, refusal
+from llama_core.attention import (
+    KERNELS,
+    STATED_BY_MODEL,
+    AttentionNeeds,
+    check_cached,
+    chosen_kernel,
+    kernel_told,
+    kernels_of,
+    refusal,
+)
 from llama_core.config.models import model_spec
 from llama_core.errors import PlanError
 
@@ -18,41 +27,80 @@ NEEDS = {
     "both": PLAIN._replace(window=16, documents=True),
 }
 RUNS = {
-    ("cuda", True, "auto", 1): ("causal", "varlen"),
-    ("cuda", False, "auto", 1): ("causal", "masked"),
-    ("cpu", True, "auto", 1): ("causal", "masked"),
-    ("cuda", True, "auto", 2): ("ring", "gathered"),
-    ("cuda", False, "auto", 2): ("ring", "masked ring"),
-    ("cpu", True, "auto", 2): ("ring", "masked ring"),
-    ("cuda", True, "math", 1): ("all scores", "masked scores"),
-    ("cpu", False, "math", 1): ("all scores", "masked scores"),
+    ("cuda", "bf16", "auto", 1): ("causal", "varlen"),
+    ("cuda", "fp16", "auto", 1): ("causal", "varlen"),
+    ("cuda", "fp32", "auto", 1): ("causal", "masked"),
+    ("cpu", "bf16", "auto", 1): ("cpu causal", "cpu masked"),
+    ("cpu", "fp32", "auto", 1): ("causal", "cpu masked"),
+    ("cpu", "fp16", "auto", 1): ("causal", "masked"),
+    ("cpu", "fp64", "auto", 1): ("causal", "masked"),
+    ("cuda", "bf16", "auto", 2): ("ring", "gathered"),
+    ("cuda", "fp32", "auto", 2): ("ring", "masked ring"),
+    ("cpu", "bf16", "auto", 2): ("ring", "masked ring"),
+    ("cuda", "bf16", "math", 1): ("all scores", "masked scores"),
+    ("cpu", "fp32", "math", 1): ("all scores", "masked scores"),
 }
-"""The kernel where a query sees all before it, and where it does not: by device, 16 bits, what is asked for, and cp."""
+"""The kernel where a query sees all before it, and where it does not: by device, dtype, what is asked for, and cp."""
+WITHOUT_BACKWARD = {"cpu causal": "causal", "cpu masked": "masked"}
+"""What a kernel stands in for where a backward follows."""
+STAND_INS = [kernel for kernel in KERNELS if kernel.only_trains]
 
 
 @pytest.mark.parametrize(("run", "names"), RUNS.items(), ids=str)
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
 def test_a_run_has_the_first_kernel_that_serves_all_of_its_layers(run, names, needs):
-    device, is_narrow, asked, cp = run
-    kernel = chosen_kernel([PLAIN, needs], device=device, is_narrow=is_narrow, asked=asked, cp=cp)
+    device, dtype, asked, cp = run
+    kernel = chosen_kernel([PLAIN, needs], device=device, dtype=dtype, asked=asked, cp=cp)
     assert kernel.name == names[bool(needs.traits)]
     assert kernel.divides_rows == (cp > 1)
+    evaluating = chosen_kernel([PLAIN, needs], device=device, dtype=dtype, asked=asked, cp=cp, trains=False)
+    assert evaluating.name == WITHOUT_BACKWARD.get(kernel.name, kernel.name)
     for layer in (PLAIN, needs):
-        assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is kernel
+        assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is evaluating
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run[3] == 1], ids=str)
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
 def test_a_soft_cap_is_served_by_the_kernels_that_hold_all_scores(run, needs):
-    device, is_narrow, asked, cp = run
+    device, dtype, asked, cp = run
     capped = needs._replace(soft_cap=20.0)
-    kernel = chosen_kernel([needs, capped], device=device, is_narrow=is_narrow, asked=asked, cp=cp)
-    assert kernel.name == RUNS["cpu", False, "math", 1][bool(needs.traits)]
+    kernel = chosen_kernel([needs, capped], device=device, dtype=dtype, asked=asked, cp=cp)
+    assert kernel.name == RUNS["cpu", "fp32", "math", 1][bool(needs.traits)]
     assert kernel_told(capped, kernel.told, asked=asked) is kernel
 
 
 def test_every_kernel_is_the_choice_of_some_run():
-    assert {name for names in RUNS.values() for name in names} == {kernel.name for kernel in KERNELS}
+    chosen = {name for names in RUNS.values() for name in names} | set(WITHOUT_BACKWARD.values())
+    assert chosen == {kernel.name for kernel in KERNELS if not kernel.is_cached}
+
+
+@pytest.mark.parametrize("first", STAND_INS, ids=lambda kernel: kernel.name)
+def test_what_stands_in_for_a_kernel_where_a_cpu_trains_is_to_planning_the_same(first):
+    torchs = replace(first, name=WITHOUT_BACKWARD[first.name], device="", dtypes=frozenset(), only_trains=False)
+    assert torchs in KERNELS
+
+
+@pytest.mark.parametrize("needs", [PLAIN, NEEDS["window"]])
+@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
+def test_a_cache_serves_windows_and_soft_caps(needs, soft_cap):
+    check_cached([PLAIN, needs._replace(soft_cap=soft_cap)])
+    assert all(kernel.is_cached for kernel in kernels_of("auto", cached=True))
+
+
+def test_a_cache_refuses_in_one_line_what_it_does_not_serve():
+    with pytest.raises(
+        PlanError,
+        match=r"\Aattention with documents and window has no kernel among those of a cache "
+        r"\(cache, cache with all scores\), so no text can be generated\Z",
+    ):
+        check_cached([PLAIN, NEEDS["both"]])
+
+
+def test_the_fields_of_a_model_that_needs_follow_from_are_fields():
+    spec = replace(model_spec("mistral_7b"), attention_soft_cap=5.0)
+    assert set(STATED_BY_MODEL) <= {field.name for field in fields(spec)}
+    plain = replace(spec, **{field.name: field.default for field in fields(spec) if field.name in STATED_BY_MODEL})
+    assert plain.attentions == {AttentionNeeds(32, 8, 128)}
 
 
 def test_what_no_kernel_serves_is_refused_in_one_line():
@@ -63,7 +111,7 @@ def test_what_no_kernel_serves_is_refused_in_one_line():
     needs = [PLAIN, NEEDS["both"]]
     assert refusal(needs, asked="math", cp=2) == said
     with pytest.raises(PlanError, match=re.escape(said) + r"\Z"):
-        chosen_kernel(needs, device="cpu", is_narrow=False, asked="math", cp=2)
+        chosen_kernel(needs, device="cpu", dtype="fp32", asked="math", cp=2)
     assert not refusal(needs, cp=2)
 
 

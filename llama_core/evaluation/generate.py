@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llama_core.attention import check_cached
 from llama_core.config.config_json.reading import ignored_settings
 from llama_core.config.pretrained import settings_of_weights
 from llama_core.config.run import RunConfig
@@ -68,6 +69,7 @@ class TextModel:
         DataError: if the tokenizer cannot be used.
         EnvironmentMismatchError: if there is no such device.
         DoesNotFitError: if the device has less memory than the weights take.
+        PlanError: if the model's attention needs what no cache serves.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class TextModel:
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens={max_new_tokens}: generate at least 1")
         self.weights, self.config = find_model(source, step, tell)
+        check_cached(self.config.spec.attentions)
         self.tokenizer = own_tokenizer(self.weights, self.config, tokenizer)
         self.ends = ends_of_texts(self.weights, self.config, self.tokenizer)
         """The sequences of tokens that end any text."""

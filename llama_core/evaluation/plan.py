@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from llama_core.attention import check_cached
 from llama_core.config.evaluation import EvaluationConfig, EvaluationDtype
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, gpu_spec
 from llama_core.config.models import ModelSpec
@@ -64,7 +65,7 @@ def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
     launcher = config.launch.kind
     if not launcher.runs_tasks and asked.nodes not in {"auto", 1}:
         raise ConfigError(f"evaluation.nodes={asked.nodes}: {_no_jobs(launcher)}; drop it")
-    _check_what_is_asked(config.spec, asked)
+    _check_what_is_asked(config.spec, asked, generates=EvaluationForward.of(config).is_kept)
     if device == "cpu":
         return _on_cpu(config.spec, asked)
     gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
@@ -123,13 +124,15 @@ def _asked_or_one(asked: EvaluationConfig) -> tuple[int, int, int]:
     return tp, pp, nodes
 
 
-def _check_what_is_asked(spec: ModelSpec, asked: EvaluationConfig) -> None:
+def _check_what_is_asked(spec: ModelSpec, asked: EvaluationConfig, *, generates: bool) -> None:
     tp, pp, nodes = _asked_or_one(asked)
     num_devices = asked.gpus or tp * pp * nodes
     for key, number in (("tp", tp), ("pp", pp), ("tp x pp", tp * pp), ("nodes", nodes)):
         if num_devices % number:
             raise ConfigError(f"evaluation.{key}={number} does not divide evaluation.gpus={num_devices}; use a divisor")
     try:
+        if generates:
+            check_cached(spec.attentions)
         shared_plan(spec, tp * pp, tp, pp)
     except PlanError as error:
         raise PlanError(f"evaluation: {error}") from None

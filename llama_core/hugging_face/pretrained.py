@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from llama_core.attention import STATED_BY_MODEL
 from llama_core.config.config_json.reading import read_folder
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import ModelSpec
@@ -45,7 +46,7 @@ _CONFIG = "config.yaml"
 _EMBEDDING = "model.embed_tokens.weight"
 _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
-_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", "sliding_window", "windowed_layers", "attention_soft_cap")
+_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", *STATED_BY_MODEL)
 """Traits that shapes do not show either, but that may differ on purpose, as for longer sequences."""
 
 

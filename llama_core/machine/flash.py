@@ -63,7 +63,8 @@ def wants_flash_attention(config: RunConfig) -> bool:
     if device == "cpu" or not is_narrow or config.training.deterministic:
         return False
     needs = config.spec.attentions
-    kernel = chosen_kernel(needs, device=device, is_narrow=is_narrow, asked=config.parallel.attention)
+    # bf16 and fp16 have the same kernels
+    kernel = chosen_kernel(needs, device=device, dtype="bf16", asked=config.parallel.attention)
     return not kernel.holds_scores and all(layer.head_dim <= LARGEST_HEAD for layer in needs)
 
 

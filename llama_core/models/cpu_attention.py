@@ -20,7 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llama_core.attention import CPU_CAUSAL, CPU_MASKED, Dtype
+
 aten = torch.ops.aten
+
+ACTIVATION_DTYPES: dict[torch.dtype, Dtype] = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+"""What the table of kernels calls the dtypes of activations."""
 
 BLOCK_QUERIES = 256
 """Queries of a block; a smaller one sees fewer keys in vain, a larger one has larger products."""
@@ -31,12 +41,9 @@ NUM_COLUMNS = 8
 
 
 def is_faster(q_BNSH: Tensor, bias_B1SJ: Tensor | None) -> bool:
-    """Return whether the backward in blocks is faster than torch's own, and as exact.
-
-    In fp32 it is faster only with a bias: it skips keys that the bias hides, and torch's own does not.
-    """
-    narrow = q_BNSH.dtype == torch.bfloat16
-    return q_BNSH.device.type == "cpu" and (narrow or (q_BNSH.dtype == torch.float32 and bias_B1SJ is not None))
+    """Return whether the backward in blocks is faster than torch's own, and as exact: its row of the table says so."""
+    row = CPU_CAUSAL if bias_B1SJ is None else CPU_MASKED
+    return row.runs_on(q_BNSH.device.type, ACTIVATION_DTYPES[q_BNSH.dtype])
 
 
 @torch.library.custom_op("llama_core::cpu_attention", mutates_args=())

@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.attention import AttentionNeeds, kernel_told
+from llama_core.attention import DocumentAttention, Kernel, kernel_told
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import LinearScaling, YarnScaling
 from llama_core.models.batch import Documents
@@ -32,6 +32,17 @@ BLOCK_MATRICES = frozenset(("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
 """The names of a block's matrices; experts have the last three."""
 KEPT = "kept"
 """The annotation of operators whose results selective recomputation keeps, in eager and in compiled code."""
+FUSED_ATTENTION = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+        torch.ops.llama_core.cpu_attention.default,
+    }
+)
+"""The operators of ``attend``: their results are small beside the scores that they never hold, so it keeps them too."""
 
 
 def local_part(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
@@ -300,7 +311,10 @@ def document_mask(positions_BS: Tensor, dtype: torch.dtype, window: int = 0) -> 
 
 
 def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None) -> Tensor:
-    """Return softmax attention, [B, N, S, H]: causal, inside documents, or under an additive mask."""
+    """Return softmax attention, [B, N, S, H]: causal, inside documents, or under an additive mask.
+
+    Which of the fused kernels it is follows from what the mask tells, and on a CPU from whether a backward follows.
+    """
     if isinstance(mask, Documents):
         return _attend_documents(q_BNSH, k_BKSH, v_BKSH, mask)
     is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSH, k_BKSH, v_BKSH))
@@ -369,13 +383,6 @@ def _causal_mask(scores_BNSS: Tensor) -> Tensor:
     return torch.full_like(scores_BNSS[0, 0], -math.inf).triu_(1)
 
 
-def _all_scores_of(needs: AttentionNeeds) -> Callable[[Tensor, Tensor, Tensor, Any], Tensor]:
-    """Return what computes attention with all scores held."""
-    if not needs.soft_cap:
-        return attend_with_all_scores
-    return partial(attend_with_capped_scores, scale=needs.scale, soft_cap=needs.soft_cap)
-
-
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 """Lets ``varlen_attn`` take fewer key heads than query heads; torch 2.11 does so without an argument."""
 
@@ -406,11 +413,7 @@ class Attention(nn.Module):
         self.needs = spec.attention(layer)
         """What it has to compute."""
         self.head_dim = spec.head_dim
-        holds_scores = kernel_told(self.needs, "mask").holds_scores
-        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = (
-            _all_scores_of(self.needs) if holds_scores else attend
-        )
-        """Computes attention from queries, keys, values and the model's mask."""
+        self.use_kernel(kernel_told(self.needs, "none"))
         self.with_earlier: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
         if there are no earlier tokens."""
@@ -420,6 +423,17 @@ class Attention(nn.Module):
         self.wo = Linear(spec.q_size, spec.hidden_size)
         self.q_norm = _norm_of_heads(spec, spec.q_norm_size)
         self.k_norm = _norm_of_heads(spec, spec.k_norm_size)
+
+    def use_kernel(self, kernel: Kernel) -> None:
+        """Compute attention with a kernel of the table that serves this layer."""
+        self.kernel = kernel
+        """What serves this layer as it trains. A batch may tell it less: an evaluation may have no documents."""
+        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
+        """Computes attention from queries, keys, values and the model's mask."""
+        if kernel.holds_scores and self.needs.soft_cap:
+            self.attend = partial(attend_with_capped_scores, scale=self.needs.scale, soft_cap=self.needs.soft_cap)
+        elif kernel.holds_scores:
+            self.attend = attend_with_all_scores
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
@@ -445,11 +459,21 @@ def _norm_of_heads(spec: ModelSpec, size: int) -> nn.Module:
     return (RMSNorm if spec.qk_norm_width == "head" else NormOfHeads)(size, spec.norm_eps)
 
 
-def use_all_scores(model: nn.Module) -> None:
-    """Make every block of ``model`` compute attention with all scores held, as torch's math kernel does."""
+def use_kernels(model: nn.Module, told: DocumentAttention = "none", *, asked: str = "auto", cp: int = 1) -> None:
+    """Make every block of ``model`` compute attention with the kernel that serves it under a plan.
+
+    Args:
+        model: the model, or a part of one.
+        told: what batches tell the kernels.
+        asked: ``parallel.attention``.
+        cp: ranks that divide a row; the ring or the gathering that serves them needs their group, see ``context``.
+
+    Raises:
+        PlanError: if no kernel does what a block needs.
+    """
     for module in model.modules():
         if isinstance(module, Attention):
-            module.attend = _all_scores_of(module.needs)
+            module.use_kernel(kernel_told(module.needs, told, asked=asked, cp=cp))
 
 
 class FeedForward(nn.Module):

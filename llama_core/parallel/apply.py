@@ -14,7 +14,7 @@ from llama_core.config.trained_ends import trains_embedding
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import use_fp8
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import use_all_scores
+from llama_core.models.layers import use_kernels
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.models.objective import Objective
@@ -52,7 +52,7 @@ class ParallelModel:
         objective: what the model is trained for; default: the model's, the next token.
 
     Raises:
-        PlanError: if the plan's number of ranks is not the number started.
+        PlanError: if the plan's number of ranks is not the number started, or no kernel does what a layer needs.
     """
 
     def __init__(
@@ -81,11 +81,10 @@ class ParallelModel:
             divide_experts(self.model, mesh.experts)
         if mesh is not None and plan.divides_matrices:
             apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
+        use_kernels(self.model, documents, asked=plan.attention, cp=plan.cp)
         if mesh is not None and mesh.cp_group is not None:
             apply_context_parallel(self.model, mesh.cp_group)
-        if plan.attention == "math":
-            use_all_scores(self.model)
-        recompute_and_compile(self.model, plan, device, documents=documents)
+        recompute_and_compile(self.model, plan, device)
         self._sharded: Sharded | None = None
         if mesh is not None and plan.uses_fully_shard:
             self._sharded = Sharded(self.model, mesh, plan, compute_dtype=compute_dtype)

@@ -123,6 +123,7 @@ def _head_of_part(
     return head_inputs(x_BSD, table)._replace(sequence_group=group)
 
 
+# by what a batch tells, as in the table of kernels: a mask goes with a ring, and documents with gathered keys
 def _attend(
     q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: RingMasks | HeldDocuments, *, group: ProcessGroup
 ) -> Tensor:

@@ -44,14 +44,8 @@ from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanErr
 from llama_core.imports import how_to_install
 from llama_core.models.batch import Batch
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import Block, use_all_scores
-from llama_core.models.llama import (
-    Llama,
-    initialize_weights,
-    losses_by_row,
-    measuring,
-    with_adapters,
-)
+from llama_core.models.layers import Block, use_kernels
+from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.objective import Objective
 from llama_core.models.saved_tensors import only_tensors
 from llama_core.optimizers.traits import RATE
@@ -156,8 +150,7 @@ class DeepSpeedModel:
         self.model = self._build(spec, config, compute_dtype)
         if objective is not None:
             self.model.objective = objective
-        if plan.attention == "math":
-            use_all_scores(self.model)
+        use_kernels(self.model, asked=plan.attention)
         recompute_and_compile(self.model, plan, device)
         if plan.zero_stage == 3:
             # Gather a block whole before recomputing it, because selective recomputation counts

@@ -16,12 +16,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from llama_core.attention import DocumentAttention
 from llama_core.config.settings import RecomputeMode
 from llama_core.errors import PlanError
 from llama_core.machine.toolchain import check_can_compile
 from llama_core.models.batch import Documents
-from llama_core.models.layers import KEPT
+from llama_core.models.layers import FUSED_ATTENTION, KEPT, Attention
 from llama_core.models.llama import Llama
 from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION
@@ -35,18 +34,7 @@ There is one for each kind of layer, length of rows, and kind of batch: with doc
 evaluation, with a gradient of the input or without. torch's own limit is 8, beyond which it no longer compiles.
 """
 
-_ATTENTION = frozenset(
-    {
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.torch_attn._varlen_attn.default,
-        torch.ops.llama_core.cpu_attention.default,
-        RING_ATTENTION,
-        GATHERED_ATTENTION,
-    }
-)
+_ATTENTION = FUSED_ATTENTION | {RING_ATTENTION, GATHERED_ATTENTION}
 
 _PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -86,16 +74,13 @@ def mixes_up_random_state(plan: ParallelPlan) -> bool:
     return plan.compile and plan.tp > 1 and plan.recompute == "full"
 
 
-def recompute_and_compile(
-    model: Llama, plan: ParallelPlan, device: torch.device, *, documents: DocumentAttention = "none"
-) -> None:
+def recompute_and_compile(model: Llama, plan: ParallelPlan, device: torch.device) -> None:
     """Make the blocks of ``model`` recompute and compile as ``plan`` says, each block as one graph.
 
     Args:
-        model: the model, or a part of it.
+        model: the model, or a part of it, whose blocks have their kernels.
         plan: the plan.
         device: where the blocks run.
-        documents: how attention is kept inside packed documents.
 
     Raises:
         EnvironmentMismatchError: if this machine lacks what it takes to compile for its GPU.
@@ -105,7 +90,9 @@ def recompute_and_compile(
         check_can_compile()
     blocks = model.layers.values()
     # It is best to compile the recomputation into the same graph: the compiler then leaves out what nobody reads.
-    compiles_inside = mixes_up_random_state(plan) and documents != "varlen"
+    compiles_inside = mixes_up_random_state(plan) and any(
+        module.kernel.has_random_state for module in model.layers.modules() if isinstance(module, Attention)
+    )
     if compiles_inside:
         for block in blocks:
             block.forward = torch.compile(block.forward)

@@ -11,7 +11,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:22
 
 # Shape suffixes: B batch, S sequence, D model dim, V vocabulary
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from llama_core.config.model_weights import is_of_experts, weight_of
+from llama_core.config.models import ModelSpec
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
@@ -52,10 +53,8 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         # plain tensors again: whatever consumes them says how it wants them
         "stream": SequenceParallel(use_local_output=True) if sequence_parallel else Replicated(),
     }
-    of_modules = {
-        Attention: PrepareModuleInput(
-            input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
-        ),
+    of_modules: dict[type[nn.Module], ParallelStyle] = {
+        Attention: OwnHeads(stream, _weights_of_heads(model.spec)),
         FeedForward: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
         MixtureOfExperts: RoutedAlike(stream),
         NormOfHeads: SummedNorm(),
@@ -67,6 +66,12 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         if module in modules and module not in styles and not is_of_experts(name):  # a mixture divides its own
             styles[module] = of_weights[weight_of(name).divided]
     return styles
+
+
+def _weights_of_heads(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of the weights that attention itself has, beside those of its matrices and norms."""
+    places = [name.rpartition(".") for name in spec.parameter_shapes]
+    return frozenset(weight for module, _, weight in places if module.endswith(".attention"))
 
 
 def _stream(*, sequence_parallel: bool) -> Placement:
@@ -156,6 +161,24 @@ def _distribute(path: str, module: nn.Module, mesh: DeviceMesh, placements: dict
             raise NotImplementedError(f"{own_name} is not divided: neither its matrix nor the adapter has a row for it")
         divided = distribute_tensor(parameter, mesh, [placements[own_name]], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
+
+
+class OwnHeads(PrepareModuleInput):
+    """Attention, which gets whole tokens and has some of the heads.
+
+    Args:
+        stream: placement of the residual stream.
+        weights: the names of its own weights, whose entries belong to one head each and are divided as the heads are.
+    """
+
+    def __init__(self, stream: Placement, weights: Collection[str]) -> None:
+        super().__init__(input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None))
+        self.placements: dict[str, Placement] = dict.fromkeys(weights, Shard(0))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.placements:
+            _distribute("", module, device_mesh, self.placements)
+        return super()._apply(module, device_mesh)
 
 
 class Replicated(ParallelStyle):

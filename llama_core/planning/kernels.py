@@ -1,8 +1,11 @@
 """Which kernels a run computes with, as far as its memory and its time depend on them."""
 
-from llama_core.attention import Kernel, chosen_kernel
-from llama_core.config.run import RunConfig
+from llama_core.attention import Dtype, Kernel, chosen_kernel
+from llama_core.config.run import Precision, RunConfig
 from llama_core.planning.plan import ParallelPlan
+
+ACTIVATIONS: dict[Precision, Dtype] = {"auto": "bf16", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp8": "bf16"}
+"""The dtype of activations; products in fp8 return bf16, and every GPU in the hardware table supports bf16."""
 
 
 def runs_on_cuda(config: RunConfig) -> bool:
@@ -11,7 +14,7 @@ def runs_on_cuda(config: RunConfig) -> bool:
 
 
 def attention_kernel(config: RunConfig, plan: ParallelPlan) -> Kernel:
-    """Return what computes attention when a resolved ``config`` runs under ``plan``.
+    """Return what serves attention of all layers when a resolved ``config`` runs under ``plan``.
 
     Raises:
         PlanError: if no kernel does what the model needs.
@@ -19,7 +22,7 @@ def attention_kernel(config: RunConfig, plan: ParallelPlan) -> Kernel:
     return chosen_kernel(
         [needs._replace(documents=config.data.document_mask) for needs in config.spec.attentions],
         device=config.launch.device,
-        is_narrow=config.training.precision != "fp32",
+        dtype=ACTIVATIONS[config.training.precision],
         asked=plan.attention,
         cp=plan.cp,
     )

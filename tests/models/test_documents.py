@@ -128,7 +128,9 @@ def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(win
         Batch(tokens, tokens, None),
     ]
     masked = losses_of_rows(model, batches)
-    monkeypatch.setattr(attention, "has_document_kernel", lambda device, is_narrow: True)
+    everywhere = replace(attention.VARLEN, device="", dtypes=frozenset())
+    kernels = tuple(everywhere if kernel is attention.VARLEN else kernel for kernel in attention.KERNELS)
+    monkeypatch.setattr(attention, "KERNELS", kernels)
     monkeypatch.setattr(layers, "varlen_attn", attention_per_document)
     monkeypatch.setattr(llama, "document_mask", None)
     losses = losses_of_rows(model, batches)

@@ -13,7 +13,7 @@ from llama_core.errors import ConfigError, PlanError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.evaluation.inference.row_losses import losses_of_rows
 from llama_core.models.batch import Batch
-from llama_core.models.layers import Attention, rotation, use_all_scores
+from llama_core.models.layers import Attention, rotation, use_kernels
 from llama_core.models.llama import Llama
 from llama_core.planning.plan import ParallelPlan
 
@@ -69,7 +69,7 @@ def drawn(window, *, kv_heads=2, cap=CAP):
 def test_attention_and_its_gradients_are_those_of_a_dense_computation(positions, window, kv_heads, asked):
     model, x = drawn(window, kv_heads=kv_heads)
     if asked == "math":
-        use_all_scores(model)
+        use_kernels(model, asked="math")
     block = model.layers["0"].attention
     weights = dict(block.named_parameters())
     rotary = rotation(model.spec, positions, torch.float64)

@@ -1,15 +1,20 @@
 """How tensor-parallel ranks divide a model; ``test_parity.py`` compares what they compute."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from parity import UNTIED
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from llama_core.config import models
 from llama_core.models.llama import Llama
 from llama_core.parallel.tensor import apply_tensor_parallel
+from llama_core.weights import Weight
 
 
 @pytest.fixture
@@ -36,3 +41,18 @@ def test_a_weight_without_a_row_is_refused_when_the_model_is_divided(two_ranks):
         model.layers["1"].attention.register_parameter("sinks", nn.Parameter(torch.zeros(UNTIED.num_heads)))
     with pytest.raises(NotImplementedError, match=r"^layers\.1\.attention\.sinks is not divided: it has no row among"):
         apply_tensor_parallel(model, two_ranks, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_weight_of_attention_itself_is_divided_as_the_heads_are(two_ranks, monkeypatch, sequence_parallel):
+    row = Weight("attention.sinks", "self_attn.sinks", ("num_heads",), "heads", "zeros", decayed=False)
+    monkeypatch.setattr(models, "_ATTENTION", (*models._ATTENTION, row))
+    monkeypatch.setitem(models._IN_LAYERS, row.name, row)
+    with torch.device("meta"):
+        model = Llama(replace(UNTIED, name="with sinks"))
+        for block in model.layers.values():
+            block.attention.register_parameter("sinks", nn.Parameter(torch.zeros(UNTIED.num_heads)))
+    apply_tensor_parallel(model, two_ranks, sequence_parallel=sequence_parallel)
+    for block in model.layers.values():
+        assert block.attention.sinks.placements == (Shard(0),)
+        assert block.attention.sinks.to_local().shape == (UNTIED.num_heads // 2,)

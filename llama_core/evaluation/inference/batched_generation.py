@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from llama_core.attention import check_cached
 from llama_core.errors import WeightsError
 from llama_core.evaluation.inference.generation import Sampling
 from llama_core.evaluation.inference.scoring import NOT_FINITE, objective_of
@@ -94,6 +95,7 @@ class _PaddedCache:
 @contextmanager
 def _caching(model: Llama, cache: _PaddedCache) -> Iterator[None]:
     """Inside the block, the forwards of ``model`` continue each other."""
+    check_cached(model.spec.attentions)
     blocks = [module for module in model.layers.modules() if isinstance(module, Attention)]
     of_model = model.sequence_index, model.attention_mask
     of_blocks = [block.with_earlier for block in blocks]
@@ -166,6 +168,7 @@ def generate_rows(
         seeds: a seed for each row, instead of the one of ``sampling`` for all.
 
     Raises:
+        PlanError: if its attention needs what no cache serves.
         WeightsError: if the model computes NaN or infinity.
     """
     sampling = sampling or Sampling()

@@ -15,6 +15,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from llama_core.attention import check_cached
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.batch import Documents
 from llama_core.models.head import HeadInputs, whole_head
@@ -30,9 +31,13 @@ class Cache:
 
     Args:
         model: the whole model, changed in place; another cache replaces this one.
+
+    Raises:
+        PlanError: if its attention needs what no cache serves.
     """
 
     def __init__(self, model: Llama) -> None:
+        check_cached(model.spec.attentions)
         self._num_tokens = 0
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
         model.sequence_index = self._places
@@ -144,6 +149,7 @@ def generate_tokens(
         ends: sequences of tokens that end the text; they are not yielded.
 
     Raises:
+        PlanError: if its attention needs what no cache serves.
         WeightsError: if the model computes NaN or infinity.
     """
     return up_to(ends, islice(_continue(model, prompt, sampling), num_tokens))

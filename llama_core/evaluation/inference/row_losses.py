@@ -6,6 +6,7 @@ import torch
 
 from llama_core.attention import chosen_kernel
 from llama_core.models.batch import Batch
+from llama_core.models.cpu_attention import ACTIVATION_DTYPES
 from llama_core.models.llama import Llama, losses_by_row
 
 
@@ -27,7 +28,8 @@ def losses_of_rows(model: Llama, batches: Iterable[Batch]) -> list[tuple[float, 
 def _for_kernel(batch: Batch, model: Llama, device: torch.device) -> Batch:
     """Return a batch in host memory with its documents, if the device has a kernel for them."""
     needs = [needs._replace(documents=True) for needs in model.spec.attentions]
-    if chosen_kernel(needs, device=device.type, is_narrow=model.compute_dtype.itemsize == 2).told != "varlen":
+    kernel = chosen_kernel(needs, device=device.type, dtype=ACTIVATION_DTYPES[model.compute_dtype], trains=False)
+    if kernel.told != "varlen":
         return batch
     if any(
         layer.hides_in_document for layer in needs

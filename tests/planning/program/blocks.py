@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from llama_core.models import cast_weights, layers, moe, nf4
-from llama_core.models.layers import document_mask, rotation, use_all_scores
+from llama_core.models.layers import document_mask, rotation, use_kernels
 from llama_core.models.llama import Llama, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.parallel.cast_weights import CastWeights
@@ -84,7 +84,7 @@ def counted(spec, setting, *, mode, follows_trained):
         with torch.device("meta"):
             model = with_adapters(Llama(replace(spec, num_layers=1), compute_dtype=dtype))
         if setting.attention == "math":
-            use_all_scores(model)
+            use_kernels(model, asked="math")
         apply_recompute(model, mode)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
