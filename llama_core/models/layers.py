@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.attention import DocumentAttention, Kernel, kernel_told
+from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import LinearScaling, YarnScaling
 from llama_core.models.batch import Documents
@@ -325,10 +325,10 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
 
 
 def _attend_with_torch(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
-    is_narrow = q_BNSH.dtype in {torch.bfloat16, torch.float16}
-    if q_BNSH.is_cuda and not (is_narrow and mask is None) and k_BKSH.shape[1] < q_BNSH.shape[1]:
-        # with a mask, and in fp32, CUDA's fused kernels need a key head for each query head; the math kernel would
-        # hold all scores
+    row = CAUSAL if mask is None else MASKED
+    has_fewer_key_heads = k_BKSH.shape[1] < q_BNSH.shape[1]
+    if q_BNSH.is_cuda and has_fewer_key_heads and row.repeats_heads(is_narrow=q_BNSH.dtype.itemsize == 2):
+        # SDPA would not refuse grouped heads, but take the math kernel, which holds all scores
         queries_per_key = q_BNSH.shape[1] // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (x.repeat_interleave(queries_per_key, dim=1) for x in (k_BKSH, v_BKSH))
     return F.scaled_dot_product_attention(

@@ -6,6 +6,8 @@ from greedy_texts import NUM_TOKENS, PROMPT, generated, greedy_without_cache
 from hugging_face_models import BY_LAYER, model_with_large_weights
 from test_scoring import continuations, expected
 
+from llama_core import attention
+from llama_core.errors import PlanError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.evaluation.inference.generation import Cache
 from llama_core.evaluation.inference.scoring import log_likelihoods
@@ -72,3 +74,13 @@ def test_the_math_kernel_holds_all_scores_of_a_cache_too(monkeypatch):
     num_layers = BY_LAYER.num_layers
     first = PROMPT.shape[1]
     assert keys_seen[::num_layers] == list(range(first, first + NUM_TOKENS))
+
+
+def test_caches_refuse_a_model_that_they_do_not_serve(monkeypatch):
+    kernels = tuple(kernel for kernel in attention.KERNELS if not kernel.is_cached)
+    monkeypatch.setattr(attention, "KERNELS", kernels)
+    said = r"\Aattention with window has no kernel among those of a cache \(no kernel\), so no text can be generated\Z"
+    with pytest.raises(PlanError, match=said):
+        Cache(model_with(attend))
+    with pytest.raises(PlanError, match=said):
+        generate_rows(model_with(attend), [PROMPT[0].tolist()], num_tokens=1, is_end=lambda *_: False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiers import nightly
 
+from llama_core import attention
 from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
@@ -44,6 +45,16 @@ def degrees(*arguments, device="cuda", **settings):
 )
 def test_the_fewest_gpus_that_hold_the_model_divide_it(model, gpu_type, evaluation, tp):
     assert degrees(model, gpu_type, **evaluation) == (tp, 1, 1, 1)
+
+
+def test_tasks_that_may_generate_need_a_cache_that_serves_the_model(monkeypatch):
+    kernels = tuple(kernel for kernel in attention.KERNELS if not kernel.is_cached)
+    monkeypatch.setattr(attention, "KERNELS", kernels)
+    assert degrees("mistral_7b") == (1, 1, 1, 1)
+    with pytest.raises(
+        PlanError, match=r"\Aevaluation: attention with window has no kernel among those of a cache \(no kernel\)"
+    ):
+        degrees("mistral_7b", tasks=["hellaswag"])
 
 
 def test_a_model_larger_than_a_node_is_a_pipeline_over_as_few_whole_nodes_as_hold_it():
