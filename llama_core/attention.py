@@ -28,10 +28,10 @@ Which row serves::
 
       a query sees                  |  a forward has whole rows       ranks divide a row (cp)   earlier forwards' keys
       ------------------------------+-----------------------------------------------------------------------------------
-      all before it                 |  causal                         ring                      cache
+      all before it                 |  causal                         ring, ulysses             cache
       ... and a CPU trains          |  cpu causal (bf16)
-      not all of it, CUDA, 16 bits  |  varlen                         gathered                  no documents: refused
-      not all of it, elsewhere      |  masked                         masked ring               cache, for a window
+      not all of it, CUDA, 16 bits  |  varlen                         gathered, varlen ulysses  no documents: refused
+      not all of it, elsewhere      |  masked                         masked ring or ulysses    cache, for a window
       ... and a CPU trains          |  cpu masked (bf16, fp32)
       with a soft cap, or with math |  all scores, masked scores      refused                   cache with all scores
 
@@ -54,9 +54,10 @@ Trait = Literal["documents", "window", "soft cap"]
 """What causal attention over whole rows lacks."""
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 """The dtype of activations."""
-Moves = Literal["nothing", "ring", "gather", "cache"]
+Moves = Literal["nothing", "ring", "gather", "exchange", "cache"]
 """How a forward gets keys and values of tokens that it does not have: ranks that divide a row pass them around block by
-block, or gather them; a cache keeps those of earlier forwards."""
+block, gather them, or exchange their tokens of all heads for all tokens of some heads; a cache keeps those of earlier
+forwards."""
 
 STATED_BY_MODEL = ("sliding_window", "windowed_layers", "attention_soft_cap")
 """The fields of ``ModelSpec``, beside sizes, that needs of layers follow from, and that no weight shows."""
@@ -125,7 +126,12 @@ class Kernel:
     @property
     def divides_rows(self) -> bool:
         """Whether each rank has a part of each row."""
-        return self.moves in {"ring", "gather"}
+        return self.moves in {"ring", "gather", "exchange"}
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether the kernel itself gets whole rows, perhaps of some heads."""
+        return self.moves not in {"ring", "gather"}
 
     @property
     def is_cached(self) -> bool:
@@ -140,7 +146,7 @@ class Kernel:
     @property
     def is_fused_causal(self) -> bool:
         """Whether torch may run a faster kernel than flash attention, over whole rows and without a mask."""
-        return self.told == "none" and not self.divides_rows
+        return self.told == "none" and self.has_whole_rows
 
     @property
     def has_random_state(self) -> bool:
@@ -149,7 +155,7 @@ class Kernel:
 
     def repeats_heads(self, *, is_narrow: bool) -> bool:
         """Return whether CUDA's kernel needs a key head for each query head, of which a backward keeps copies."""
-        is_torchs_choice = not self.divides_rows and not self.holds_scores
+        is_torchs_choice = self.has_whole_rows and not self.holds_scores
         return is_torchs_choice and (self.told == "mask" or not is_narrow)
 
     def runs_on(self, device: str, dtype: Dtype) -> bool:
@@ -171,6 +177,9 @@ MASKED = Kernel("masked", HIDDEN, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
 GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=NARROW)
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
+ULYSSES = Kernel("ulysses", NONE, "none", "exchange")
+VARLEN_ULYSSES = Kernel("varlen ulysses", HIDDEN, "varlen", "exchange", device="cuda", dtypes=NARROW)
+MASKED_ULYSSES = Kernel("masked ulysses", HIDDEN, "mask", "exchange")
 ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
 MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)
 # a cache continues one text in each row, so it knows no documents
@@ -185,6 +194,9 @@ KERNELS = (
     RING,
     GATHERED,
     MASKED_RING,
+    ULYSSES,
+    VARLEN_ULYSSES,
+    MASKED_ULYSSES,
     ALL_SCORES,
     MASKED_SCORES,
     CACHE,
@@ -204,9 +216,16 @@ def kernels_of(asked: str, *, cp: int = 1, cached: bool = False) -> tuple[Kernel
     found = []
     for kernel in KERNELS:
         has_keys = kernel.divides_rows == (cp > 1) and kernel.is_cached == cached
-        if has_keys and (asked == "auto" or kernel.holds_scores):
+        if has_keys and _is_asked(kernel, asked):
             found.append(kernel)
     return tuple(found)
+
+
+def _is_asked(kernel: Kernel, asked: str) -> bool:
+    if asked == "math":
+        return kernel.holds_scores
+    # exchanged heads are what Ulysses is; with whole rows, it changes nothing
+    return not kernel.divides_rows or (kernel.moves == "exchange") == (asked == "ulysses")
 
 
 def refusal(needs: Iterable[AttentionNeeds], *, asked: str = "auto", cp: int = 1, cached: bool = False) -> str:

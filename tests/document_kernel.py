@@ -1,10 +1,11 @@
-"""A dense reference in place of CUDA's kernel for packed documents, for tests on the CPU."""
+"""Dense references in place of CUDA's kernel for packed documents, for tests on the CPU."""
 
 import itertools
 import math
 
 import torch
 
+from llama_core.models.layers import GROUPED_HEADS
 from llama_core.parallel.block_attention import BlockKernel
 
 
@@ -47,3 +48,20 @@ def dense_backward(grad_out, q, k, v, out, lse, query_starts, key_starts, most_q
 
 
 DENSE = BlockKernel(dense_forward, dense_backward)
+
+
+def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, most, most_keys, *, window_size, **options):
+    """Compute the document kernel's result, one document at a time."""
+    before, after = window_size
+    assert (after, most) == (0, most_keys)
+    assert torch.equal(starts, key_starts)
+    assert options == GROUPED_HEADS
+    out = []
+    for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        assert stop - start <= most
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
+        seen = torch.ones(stop - start, stop - start).tril().bool()
+        seen = seen & ~seen.tril(-before - 1) if before >= 0 else seen
+        scored = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        out.append(scored.transpose(0, 1))
+    return torch.cat(out)

@@ -37,6 +37,9 @@ RUNS = {
     ("cuda", "bf16", "auto", 2): ("ring", "gathered"),
     ("cuda", "fp32", "auto", 2): ("ring", "masked ring"),
     ("cpu", "bf16", "auto", 2): ("ring", "masked ring"),
+    ("cuda", "bf16", "ulysses", 2): ("ulysses", "varlen ulysses"),
+    ("cpu", "bf16", "ulysses", 2): ("ulysses", "masked ulysses"),
+    ("cuda", "bf16", "ulysses", 1): ("causal", "varlen"),
     ("cuda", "bf16", "math", 1): ("all scores", "masked scores"),
     ("cpu", "fp32", "math", 1): ("all scores", "masked scores"),
 }

@@ -58,7 +58,7 @@ MIN_SHARE = 2.0**-20
 UNNAMED = ""
 """The name of a source that has none, because it is the only one."""
 
-AttentionKernel = Literal["auto", "math"]
+AttentionKernel = Literal["auto", "math", "ulysses"]
 Device = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
 OnBadStep = Literal["skip", "rollback", "stop"]
@@ -520,7 +520,8 @@ class ParallelConfig(Section):
     compile: Auto | bool = "auto"
     """Compile every block with torch.compile; auto: on CUDA, where the plan allows it."""
     attention: AttentionKernel = "auto"
-    """Attention kernel: auto (chosen by torch and the data) or math, which keeps all scores in memory."""
+    """Attention kernel: auto (chosen by torch and the data), math, which keeps all scores in memory, or ulysses: cp
+    ranks exchange heads, and each attends to whole rows."""
 
     @field_validator(
         *("tp", "pp", "cp", "ep", "dp_replicate", "zero_stage", "offload", "schedule"),

@@ -136,6 +136,8 @@ class Llama(nn.Module):
         positions_BS = None if batch is None else batch.positions_BS
         documents = None if batch is None else batch.documents
         places_BS = index_S[None] if positions_BS is None else positions_BS
+        if places_BS.shape[1] > num_tokens:  # the mask is that of whole rows
+            places_BS = places_BS[:, index_S]
         rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
         windows = [self.spec.attention(index).window for index in layers]
         masks = {

@@ -19,7 +19,7 @@ from llama_core.models.llama import Llama, initialize_weights, losses_by_row, me
 from llama_core.models.moe import prepare_routers
 from llama_core.models.objective import Objective
 from llama_core.parallel.cast_weights import CastWeights
-from llama_core.parallel.context import apply_context_parallel, shard_batch
+from llama_core.parallel.context import apply_context_parallel, cut_batch, exchanges_heads, shard_batch
 from llama_core.parallel.expert import divide_experts
 from llama_core.parallel.gradients import Gradients
 from llama_core.parallel.mesh import Mesh
@@ -251,7 +251,8 @@ class ParallelModel:
     def _own_columns(self, batch: Batch) -> Batch:
         if self.mesh is None or self.plan.cp == 1:
             return batch
-        return shard_batch(batch, self.mesh.rank("cp"), self.plan.cp)
+        shard = cut_batch if exchanges_heads(self.model) else shard_batch
+        return shard(batch, self.mesh.rank("cp"), self.plan.cp)
 
     def _count(self, pieces: Sequence[Batch]) -> Tensor:
         total = torch.stack([self.model.objective.count(piece) for piece in pieces]).sum()

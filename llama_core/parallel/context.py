@@ -1,6 +1,7 @@
 """Context parallelism: a rank holds a part of each sequence, and its attention reaches the other parts over a ring.
 
-Where a kernel takes documents, on CUDA, packed documents need no ring: see ``gathered_attention``.
+Where a kernel takes documents, on CUDA, packed documents need no ring: see ``gathered_attention``. Ranks may also
+exchange heads, whose rows are then whole: see ``ulysses``. The rest of this text is not about these.
 
 The sequence is cut into 2 * cp equal chunks; rank r holds chunks r and 2 * cp - 1 - r, in this order. Under the causal
 mask, every rank then has the same work at every step of the ring and computes nothing invisible. Count the work in
@@ -18,7 +19,9 @@ Sources: Liu et al. 2023, arXiv:2310.01889 (the ring); Llama team 2024, arXiv:24
 # the keys of that block that they see)
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,13 +40,14 @@ from llama_core.parallel.block_attention import BlockMask
 from llama_core.parallel.document_chunks import DocumentChunks
 from llama_core.parallel.gathered_attention import HeldDocuments, gathered_attention, held_documents
 from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts
+from llama_core.parallel.ulysses import ulysses_attention
 
 
 def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
     """Make ``model``, or a part of one, work on the part of each sequence that ``shard_batch`` gives this rank.
 
     The heads may be divided over other ranks, if all ranks of ``group`` hold the same heads. Losses and gradients are
-    then this rank's share of the sum.
+    then this rank's share of the sum. Blocks whose kernel exchanges heads get the parts of ``cut_batch`` instead.
 
     Args:
         model: the model, changed in place.
@@ -54,13 +58,18 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
     """
     if unserved := refusal(model.spec.attentions, cp=dist.get_world_size(group)):
         raise PlanError(unserved)
-    model.sequence_index = partial(_held_places, group=group)
     model.head_inputs = partial(_head_of_part, model.head_inputs, group)
-    model.attention_mask = partial(_mask, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))
-    attend = partial(_attend, group=group)
+    if exchanges_heads(model):
+        model.sequence_index = partial(_piece_places, group=group)
+        model.attention_mask = partial(_mask_of_rows, model.attention_mask, dist.get_world_size(group))
+    else:
+        model.sequence_index = partial(_held_places, group=group)
+        model.attention_mask = partial(_mask, cp_rank=dist.get_rank(group), cp_size=dist.get_world_size(group))
     for module in model.layers.modules():
-        if isinstance(module, Attention):
-            module.attend = attend
+        if isinstance(module, Attention) and module.kernel.moves == "exchange":
+            module.attend = partial(ulysses_attention, attend=module.attend, group=group)
+        elif isinstance(module, Attention):
+            module.attend = partial(_attend, group=group)
     for mixture in mixtures(model):
         mixture.count_rows = partial(all_reduce, reduceOp="sum", group=group)
 
@@ -80,6 +89,24 @@ def shard_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:
     chunks = DocumentChunks(batch.documents.starts, num_rows, row_length, 2 * cp_size)
     held_BS = shard_sequence(chunks.order, cp_rank, cp_size)
     return batch.each_token(lambda x: at_places(x, held_BS))
+
+
+def exchanges_heads(model: Llama) -> bool:
+    """Return whether the blocks of ``model`` attend to whole rows, of some heads."""
+    return any(isinstance(module, Attention) and module.kernel.moves == "exchange" for module in model.layers.modules())
+
+
+def cut_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:
+    """Return a rank's piece of each row of ``batch``, for exchanged heads; the positions stay those of whole rows.
+
+    Raises:
+        PlanError: if rows cannot be cut into ``cp_size`` equal pieces.
+    """
+    seq_len = batch.tokens_BS.shape[1]
+    if seq_len % cp_size:
+        raise PlanError(f"{seq_len} tokens cannot be cut into cp={cp_size} equal pieces; use a multiple of cp")
+    own = batch.each_token(lambda x: x.chunk(cp_size, dim=1)[cp_rank].contiguous())
+    return replace(own, positions_BS=batch.positions_BS)
 
 
 def shard_sequence(x: Tensor, cp_rank: int, cp_size: int) -> Tensor:
@@ -112,6 +139,20 @@ def sequence_index(seq_len: int, cp_rank: int, cp_size: int, device: torch.devic
 def _held_places(num_tokens: int, device: torch.device, *, group: ProcessGroup) -> Tensor:
     size = dist.get_world_size(group)
     return sequence_index(num_tokens * size, dist.get_rank(group), size, device)
+
+
+def _piece_places(num_tokens: int, device: torch.device, *, group: ProcessGroup) -> Tensor:
+    return torch.arange(num_tokens, device=device) + dist.get_rank(group) * num_tokens
+
+
+def _mask_of_rows(
+    make: Callable[..., Tensor | Documents | None],
+    cp_size: int,
+    positions_BL: Tensor | None,
+    index_S: Tensor,
+    *rest: Any,
+) -> Tensor | Documents | None:
+    return make(positions_BL, torch.arange(len(index_S) * cp_size, device=index_S.device), *rest)
 
 
 def _head_of_part(

@@ -237,8 +237,7 @@ class ParallelPlan:
             yield f"seq_len={seq_len} is not a multiple of {cut} (2 x cp); use {-(-seq_len // cut) * cut}"
         elif self.sharded_sequence and (seq_len // self.cp) % self.tp:
             yield f"seq_len={seq_len} over cp={self.cp} is not a multiple of tp={self.tp}; use sequence_parallel=false"
-        if unserved := refusal(spec.attentions, asked=self.attention, cp=self.cp):
-            yield unserved
+        yield from self._misfits_of_attention(spec)
         yield from self._misfits_of_experts(spec)
         if self.zero_backend == "deepspeed":
             yield from self._misfits_of_deepspeed(spec, precision)
@@ -274,6 +273,18 @@ class ParallelPlan:
         if self.splits_backward:
             yield f"precision fp8 does not work with schedule={self.schedule}; use schedule={DEFAULT_SCHEDULE} or bf16"
 
+    def _misfits_of_attention(self, spec: ModelSpec) -> Iterator[str]:
+        if unserved := refusal(spec.attentions, asked=self.attention, cp=self.cp):
+            yield unserved
+        heads = spec.num_kv_heads // self.tp
+        if spec.num_kv_heads % self.tp == 0 and spec.num_kv_heads % self.ranks_of_heads:
+            of_rank = f" that each of tp={self.tp} ranks has" if self.tp > 1 else ""
+            legal = ", ".join(map(str, divisors(heads)))
+            yield (
+                f"attention=ulysses: cp={self.cp} does not divide the {heads} key/value heads of {spec.name}{of_rank}; "
+                f"use attention=auto, or cp one of {legal}"
+            )
+
     def _misfits_of_experts(self, spec: ModelSpec) -> Iterator[str]:
         if spec.moe is None:
             if self.ep > 1:
@@ -301,6 +312,11 @@ class ParallelPlan:
     def dp(self) -> int:
         """Ranks that train on different sequences."""
         return self.dp_shard * self.dp_replicate
+
+    @property
+    def ranks_of_heads(self) -> int:
+        """Ranks that divide the heads while they attend: also those of a sequence, if they exchange heads."""
+        return self.tp * self.cp if self.attention == "ulysses" else self.tp
 
     @property
     def world_size(self) -> int:
@@ -452,6 +468,8 @@ class ParallelPlan:
             yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"
         if self.pp == 1 and self.schedule != DEFAULT_SCHEDULE:
             yield f"schedule={self.schedule} has no effect with pp=1"
+        if self.attention == "ulysses" and self.cp == 1:
+            yield "attention=ulysses has no effect with cp=1"
         if self.attention == "math":
             yield "attention=math holds all scores and is slow; the estimate counts its memory but not its time"
 

@@ -264,7 +264,11 @@ class Work:
             columns += self.seq_len // plan.cp
         columns += forwards_before_step(self.objective) * self.seq_len
         num_int64 = 2 if self.documents == "none" else 3
-        return (num_int64 * INT64_BYTES + self.setting.values_per_token * FP32_BYTES) * rows * columns
+        num_bytes = (num_int64 * INT64_BYTES + self.setting.values_per_token * FP32_BYTES) * rows * columns
+        if self.documents != "none" and self.kernel.moves == "exchange":
+            # a rank that attends to whole rows needs their positions, and cuts no columns out of them
+            num_bytes -= INT64_BYTES * rows * (self.seq_len // plan.cp)
+        return num_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -282,7 +286,9 @@ class Work:
             return self.setting.tokens * (2 * cp + 1) // 2 * INT64_BYTES
         if self.kernel.told != "mask":
             return 0
-        # [B, 1, S, S]; around a ring, half of it per block, and all of it for its own block
+        if self.kernel.has_whole_rows:
+            return self.setting.rows * self.seq_len**2 * self.itemsize  # [B, 1, S, S]
+        # around a ring, half of it per block, and all of it for its own block
         return self.setting.tokens * (self.seq_len // cp) * self.itemsize * (cp + 1) // 2
 
 

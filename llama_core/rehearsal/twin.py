@@ -146,8 +146,8 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
             | {
                 "num_layers": max(2, plan.num_stages),
                 "hidden_size": 64,
-                "num_heads": 4 * plan.tp,
-                "num_kv_heads": 2 * plan.tp,
+                "num_heads": 4 * plan.ranks_of_heads,
+                "num_kv_heads": 2 * plan.ranks_of_heads,
                 "head_dim": 8,
                 "ffn_size": 64 * plan.tp,
                 "vocab_size": 256 * plan.tp,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from document_kernel import attention_per_document
 from hypothesis import given
 from hypothesis import strategies as st
 from operations import Operations
@@ -55,23 +56,6 @@ def test_document_boundaries_agree_with_the_mask(positions_BS):
 
 def _blocks(visible_TT, size):
     return (visible_TT[at : at + size, at : at + size] for at in range(0, len(visible_TT), size))
-
-
-def attention_per_document(q_TNH, k_TKH, v_TKH, starts, key_starts, most, most_keys, *, window_size, **options):
-    """Compute the document kernel's result, one document at a time."""
-    before, after = window_size
-    assert (after, most) == (0, most_keys)
-    assert torch.equal(starts, key_starts)
-    assert options == layers.GROUPED_HEADS
-    out = []
-    for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        assert stop - start <= most
-        q, k, v = (x[start:stop].transpose(0, 1) for x in (q_TNH, k_TKH, v_TKH))
-        seen = torch.ones(stop - start, stop - start).tril().bool()
-        seen = seen & ~seen.tril(-before - 1) if before >= 0 else seen
-        scored = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-        out.append(scored.transpose(0, 1))
-    return torch.cat(out)
 
 
 @given(packed_positions())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from distributed import run_ranks
-from document_kernel import DENSE
+from document_kernel import DENSE, attention_per_document
 from parity import (
     ADAPTED,
     ADAPTED_RELATIVE,
@@ -30,6 +30,7 @@ from parity import (
 from tiers import cases, nightly
 
 from llama_core.config.strategy import LoRA
+from llama_core.models import layers
 from llama_core.parallel import apply, context, document_chunks, gathered_attention, gradients, ring, tensor
 from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
@@ -285,6 +286,40 @@ def _take_documents(shortest_piece=1):
 @pytest.mark.parametrize("spec", [RELATIVE, nightly(UNTIED), nightly(SPARSE)], ids=["windows", "dense", "experts"])
 def test_rows_cut_by_document_match_one_process(spec, plan):
     differences = largest_differences(plan, spec=spec, fault=_take_documents)
+    assert max(differences.values()) < 1e-8, differences
+
+
+ULYSSES_PLANS = {
+    "cp2": ParallelPlan(cp=2, attention="ulysses", num_microbatches=2),
+    "cp4": ParallelPlan(cp=4, attention="ulysses", num_microbatches=2),
+    "cp2, selective recompute": ParallelPlan(
+        cp=2, attention="ulysses", recompute="selective", num_microbatches=2, microbatch_size=2
+    ),
+    "cp2, compiled": ParallelPlan(cp=2, attention="ulysses", recompute="full", compile=True, num_microbatches=2),
+    "cp2 zero3 dp2": ParallelPlan(cp=2, attention="ulysses", dp_shard=2, zero_stage=3, num_microbatches=2),
+    "tp2 cp2": ParallelPlan(tp=2, cp=2, attention="ulysses", num_microbatches=2),
+    "pp2 cp2": ParallelPlan(pp=2, cp=2, attention="ulysses", num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("plan", cases(ULYSSES_PLANS, narrow={"cp2, selective recompute", "tp2 cp2"}))
+@pytest.mark.parametrize("spec", [RELATIVE, nightly(UNTIED), nightly(SPARSE)], ids=["windows", "dense", "experts"])
+def test_exchanged_heads_match_one_process(spec, plan):
+    if spec.num_kv_heads % plan.ranks_of_heads:
+        spec = replace(spec, num_heads=8, num_kv_heads=4)
+    differences = largest_differences(plan, spec=spec)
+    assert max(differences.values()) < 1e-8, differences
+
+
+def _take_whole_documents():
+    """Let attention of whole rows take documents as on CUDA."""
+    layers.varlen_attn = attention_per_document
+    cut_batch = apply.cut_batch
+    apply.cut_batch = lambda batch, cp_rank, cp_size: cut_batch(batch.with_documents(), cp_rank, cp_size)
+
+
+def test_exchanged_heads_with_the_kernel_for_documents_match_one_process():
+    differences = largest_differences(ULYSSES_PLANS["cp2"], spec=RELATIVE, fault=_take_whole_documents)
     assert max(differences.values()) < 1e-8, differences
 
 

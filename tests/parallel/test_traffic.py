@@ -31,6 +31,8 @@ PLANS = [
     ParallelPlan(dp_shard=2, zero_stage=2, num_microbatches=3),
     ParallelPlan(tp=2, pp=2, recompute="selective", num_microbatches=2),
     ParallelPlan(cp=2, zero_stage=3, recompute="full"),
+    ParallelPlan(cp=2, attention="ulysses", recompute="selective", microbatch_size=2),
+    nightly(ParallelPlan(cp=2, attention="ulysses", zero_stage=3, recompute="full")),
     nightly(ParallelPlan(dp_replicate=2, num_microbatches=2)),
     nightly(ParallelPlan(dp_shard=2, zero_stage=1, num_microbatches=3)),
     nightly(ParallelPlan(dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2)),

@@ -83,6 +83,15 @@ def test_the_ring_passes_keys_and_values_once_forward_and_twice_backward(cp):
     assert num_bytes == 3 * elements * (2 + 2 + 4)  # the gradients that follow in the backward are fp32
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+def test_exchanged_heads_send_what_attention_takes_and_returns_once_each_way(cp):
+    plan = ParallelPlan(cp=cp, attention="ulysses", zero_stage=1, num_microbatches=3)
+    count, num_bytes = sent(plan)["all_to_all", "cp"]
+    assert count == 3 * 32 * 4 * 2
+    elements = 32 * (cp - 1) / cp * (SEQ_LEN // cp) * 2 * (SPEC.q_size + SPEC.kv_size)
+    assert num_bytes == 3 * elements * (2 + 2)
+
+
 @pytest.mark.parametrize(
     ("schedule", "chunks", "boundaries"), [("gpipe", 1, 3), ("1f1b", 1, 3), ("interleaved", 2, 7), ("chimera", 1, 3)]
 )

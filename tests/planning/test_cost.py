@@ -190,6 +190,19 @@ def test_gathered_keys_cost_the_time_of_their_bytes_and_only_full_recomputation_
     assert full - none == pytest.approx(gathered, rel=0.02)
 
 
+def test_exchanged_heads_cost_the_time_of_their_bytes_and_recomputation_repeats_them():
+    slow = replace(gpu_spec("h100"), link_bandwidth=1e9, memory_bandwidth=1e18)
+    none, full, selective = (
+        step(ParallelPlan(cp=8, attention="ulysses", zero_stage=1, recompute=mode), slow).parts["cp"]
+        for mode in ("none", "full", "selective")
+    )
+    own_bytes = 2 * (SEQ_LEN // 8) * 2 * (SPEC.q_size + SPEC.kv_size)
+    exchanged = 7 / 8 * SPEC.num_layers * own_bytes / (1e9 * COLLECTIVE_SHARE)
+    assert none == pytest.approx(2 * exchanged, rel=0.02)
+    assert full - none == pytest.approx(exchanged, rel=0.02)
+    assert selective == pytest.approx(full)
+
+
 def test_shards_hidden_behind_more_work_take_a_smaller_share():
     short, long = (step(ParallelPlan(**SHARDED, microbatch_size=size)) for size in (1, 8))
     assert long.parts["dp"] == pytest.approx(short.parts["dp"], rel=0.2)  # the bytes are the same

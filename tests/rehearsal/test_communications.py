@@ -123,7 +123,7 @@ def any_plan(draw, *, sizes, stages, microbatches, ep=1):
             num_microbatches=draw(microbatches),
             recompute=draw(st.sampled_from(["none", "selective", "full"])),
             gradient_compression=draw(st.sampled_from(["none", "bf16", "powersgd"])),
-            attention=draw(st.sampled_from(["auto", "math"])),
+            attention=draw(st.sampled_from(["auto", "math", "ulysses"])),
         )
     except PlanError:
         assume(False)

@@ -104,6 +104,7 @@ def legal_plans(draw):
             num_microbatches=draw(st.sampled_from([1, 2, 4, 8])),
             recompute=draw(st.sampled_from(["none", "selective", "full"])),
             compile=draw(st.booleans()),
+            attention=draw(st.sampled_from(["auto", "auto", "ulysses"])),
         )
         plan.check(config.spec, seq_len=config.seq_len, precision=config.training.precision)
     except PlanError:

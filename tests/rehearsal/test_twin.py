@@ -28,6 +28,7 @@ def asked_for():
     [
         ParallelPlan(tp=2, pp=2, num_microbatches=4),
         ParallelPlan(cp=2, zero_stage=3, num_microbatches=2),
+        ParallelPlan(cp=2, attention="ulysses", num_microbatches=2),
         ParallelPlan(pp=2, schedule="chimera", dp_replicate=2, num_microbatches=4),
     ],
     ids=ParallelPlan.summary,

@@ -6,6 +6,7 @@ local variables until they return; ``end`` says so where that makes a tensor liv
 
 from functools import lru_cache
 from importlib import import_module
+from typing import Literal
 
 from llama_core.config.model_spec import LayerTraits
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
@@ -127,10 +128,10 @@ class Layer(ModelProgram):
         """Send sorted tokens through their experts, on this rank or on others."""
         if self.setting.ep == 1:
             return self.experts(tokens, moe)
-        arrived = self.exchange(tokens)
+        arrived = self.exchange_over("ep", tokens)
         order, place = self.sort(arrived, copies)
         results = self.experts(self.result("rearrange", [arrived, order], self.sizes[arrived]), moe)
-        return self.exchange(self.result("rearrange", [results, place], self.sizes[results]))
+        return self.exchange_over("ep", self.result("rearrange", [results, place], self.sizes[results]))
 
     def experts(self, x: int, moe: MoE) -> int:
         """Append SwiGLU with the matrices of each row's expert."""
@@ -222,6 +223,26 @@ class Layer(ModelProgram):
             return self.attend_with_capped_scores(q, k, v)
         if self.kernel.holds_scores:
             return self.attend_with_all_scores(q, k, v)
+        if self.kernel.moves == "exchange":
+            parts = [self.to_heads(x) for x in (q, k, v)]
+            out = self.to_tokens(self.attend_with_fused(*parts))
+            self.end(*parts)
+            return out
+        return self.attend_with_fused(q, k, v)
+
+    def to_heads(self, x: int) -> int:
+        """Exchange this rank's tokens of all heads for all tokens of some heads."""
+        arrived = self.exchange_over("cp", self.result("arrange", [x], self.sizes[x]))
+        # of one row, what arrives from the ranks is whole as it is
+        return arrived if self.setting.rows == 1 else self.result("arrange", [arrived], self.sizes[x])
+
+    def to_tokens(self, x: int) -> int:
+        """Exchange them back."""
+        sent = x if self.setting.rows == 1 else self.result("arrange", [x], self.sizes[x])
+        return self.result("arrange", [self.exchange_over("cp", sent)], self.sizes[x])
+
+    def attend_with_fused(self, q: int, k: int, v: int) -> int:
+        """Append attention by a kernel that holds no scores."""
         if self.kernel.moves == "ring":
             self.add_operation("ring", [k, v], sends=self.passed_around(k))
         sums = Size(self.tokens * self.spec.num_heads // self.setting.tp, FP32_BYTES)
@@ -266,7 +287,7 @@ class Layer(ModelProgram):
 
     def held_by_kernel(self, queries: int, keys: int, sums: int) -> BothWays:
         """Return the bytes that attention's kernel holds beside inputs and outputs."""
-        cp = self.setting.cp
+        cp = 1 if self.kernel.has_whole_rows else self.setting.cp
         if not self.kernel.skips_hidden:
             return BothWays(0, sums)
         # the keys or values that a rank's queries see
@@ -325,9 +346,9 @@ class Layer(ModelProgram):
             return self.cast(x, itemsize)
         return self.result("arrange", [x], self.sizes[x])
 
-    def exchange(self, x: int) -> int:
+    def exchange_over(self, axis: Literal["cp", "ep"], x: int) -> int:
         """Send tokens to other ranks, and get as many."""
-        trip = (Traffic("all_to_all", "ep", self.setting.ep, 1, self.num_bytes[x]),)
+        trip = (Traffic("all_to_all", axis, getattr(self.setting, axis), 1, self.num_bytes[x]),)
         return self.result("exchange", [x], self.sizes[x], sends=PassTraffic(trip, trip))
 
     def sort(self, keys: int, copies: int) -> tuple[int, int]:

@@ -106,8 +106,15 @@ class Candidates:
             ranks_of_model = tp * pp * cp
             if gpus % ranks_of_model == 0:
                 shapes.append(Shape(tp, pp, cp, gpus // ranks_of_model))
-        dividing = filter(self._divides_batch, shapes)
-        return sorted(dividing, key=lambda shape: (-shape.dp, shape.cp, shape.pp, shape.tp))
+        dividing = list(filter(self._divides_batch, shapes))
+        # if none divides the heads, the plan itself says so
+        whole_heads = list(filter(self._divides_heads, dividing)) or dividing
+        return sorted(whole_heads, key=lambda shape: (-shape.dp, shape.cp, shape.pp, shape.tp))
+
+    def _divides_heads(self, shape: Shape) -> bool:
+        """Return whether exchanged heads, if they are asked for, leave each rank as many key/value heads."""
+        ranks = shape.tp * shape.cp if self.asked.attention == "ulysses" else shape.tp
+        return self.config.spec.num_kv_heads % ranks == 0
 
     def _divides_batch(self, shape: Shape) -> bool:
         """Return whether the data-parallel ranks of a shape have equal shares of every batch, in whole microbatches."""
