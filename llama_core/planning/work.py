@@ -142,6 +142,7 @@ class Work:
             rows=plan.rows_per_forward,
             seq_len=self.seq_len,
             itemsize=self.itemsize,
+            is_fp16=self.precision == "fp16",
             documents=self.documents,
             on_cuda=self.on_cuda,
             compiles=plan.compile,

@@ -155,6 +155,16 @@ def test_the_estimate_of_a_run_on_cuda_is_as_close(model, precision, compiled):
     assert estimated.peak_bytes == pytest.approx(rehearsed.peak_bytes, rel=0.01)
 
 
+def test_sums_in_fp16_hold_their_operands_in_fp32():
+    peaks = {
+        precision: [profile.phases["forward"]["loss"] for profile in rehearsed_and_estimated(config)]
+        for precision in ("bf16", "fp16")
+        for config in [request("wide_vocabulary", f"training.precision={precision}", *shape(4))]
+    }
+    rehearsed, estimated = (peaks["fp16"][i] - peaks["bf16"][i] for i in range(2))
+    assert rehearsed == pytest.approx(estimated, rel=1e-3)
+
+
 def test_on_cuda_the_same_flops_need_no_logits_in_fp32():
     usual, fused = (rehearse(request("wide_vocabulary", *on(device)), ParallelPlan()) for device in ("cpu", "cuda"))
     tokens, (vocab_size, hidden_size) = 128, (32000, 256)

@@ -233,7 +233,13 @@ class Head(ModelProgram):
             width: columns of the matrix.
         """
         rows = -(-self.vocab_size // LOSS_NUM_BLOCKS)
-        return tokens.num_bytes + rows * width * self.itemsize
+        if not self.setting.is_fp16:
+            return tokens.num_bytes + rows * width * self.itemsize
+        # the block is fp32, and so are the chunk's tokens and a block of its logits' gradients, which
+        # ``_add_product_`` casts to multiply them
+        _, chunk_tokens = self.chunks()
+        cast = chunk_tokens * (width + rows)
+        return tokens.num_bytes + (rows * width + cast) * FP32_BYTES
 
 
 def _local_table(program: ModelProgram, *, is_trained: bool) -> int:

@@ -50,7 +50,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "linear_losses": ((0, 1), (0, 1)),
     "frozen_linear_losses": ((0, 1), (0, 1)),
     "adapted_linear_losses": ((0, 1, 2, 3),) * 4,
-    "look_up": ((),),
+    "look_up": ((1,),),  # the ids; the batch's own are there anyway
     "mask": ((1,), ()),
     "dropout": ((SECOND_OUTPUT,),),  # its mask
     "top": ((SECOND_OUTPUT,),),  # which were the largest

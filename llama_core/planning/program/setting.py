@@ -16,6 +16,8 @@ class Setting(NamedTuple):
     """Tokens per sequence, over all context-parallel ranks."""
     itemsize: int
     """Bytes per element of activations."""
+    is_fp16: bool = False
+    """Whether activations are fp16, whose sums over many tokens are made in fp32, since they may overflow."""
     documents: DocumentAttention = "none"
     """What attention's kernels are told of what a query does not see before it."""
     on_cuda: bool = False
