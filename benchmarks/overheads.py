@@ -164,7 +164,7 @@ def plan_of(gpus: int) -> Callable[[], Figures]:
         from llama_core.config.hardware import gpu_spec
         from llama_core.config.run import RunConfig
         from llama_core.planning.search.auto import search
-        from llama_core.planning.search.leanest import NothingFitsError
+        from llama_core.planning.search.least_memory import NothingFitsError
 
         device = gpu_spec("h100")
         figures = Figures()

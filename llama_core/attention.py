@@ -12,7 +12,7 @@ From what a layer needs to the kernel that serves it::
                   |  what it is told:                     +---> no row does: refusal, one line,
                   |  nothing, a mask, or documents              when the plan is made
                   |
-                  +---> training.inputs, training.evaluation: what a batch carries
+                  +---> training.inputs, evaluation.inference.row_losses: what a batch carries
                   |
                   v
       kernel_told: the row of each layer, given what is told, parallel.attention and cp
@@ -21,8 +21,8 @@ From what a layer needs to the kernel that serves it::
                   +---> models.layers.use_kernels: what a block computes with
                   +---> parallel.recompute: whether its recomputation can be compiled
 
-      planning.plan and parallel.context ask refusal before that; whatever generates asks check_cached: chain.generate,
-      planning.evaluation_plan, and both caches (models.generation, models.batched_generation).
+      planning.plan and parallel.context ask refusal before that; whatever generates asks check_cached:
+      evaluation.generate, evaluation.plan, and both caches (in evaluation.inference).
 
 Which row serves::
 
@@ -153,10 +153,10 @@ class Kernel:
         """Whether torch may save a random state for a recomputation, as for ``scaled_dot_product_attention``."""
         return self.told != "varlen"
 
-    def repeats_heads(self, *, is_narrow: bool) -> bool:
+    def repeats_heads(self, *, has_16_bits: bool) -> bool:
         """Return whether CUDA's kernel needs a key head for each query head, of which a backward keeps copies."""
         is_torchs_choice = self.has_whole_rows and not self.holds_scores
-        return is_torchs_choice and (self.told == "mask" or not is_narrow)
+        return is_torchs_choice and (self.told == "mask" or not has_16_bits)
 
     def runs_on(self, device: str, dtype: Dtype) -> bool:
         """Return whether a kind of device has it for activations of a dtype."""
@@ -167,18 +167,18 @@ NONE: frozenset[Trait] = frozenset()
 WINDOW: frozenset[Trait] = frozenset({"window"})
 HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
 CAPPED: frozenset[Trait] = frozenset({"soft cap"})
-NARROW: frozenset[Dtype] = frozenset({"bf16", "fp16"})
+SIXTEEN_BITS: frozenset[Dtype] = frozenset({"bf16", "fp16"})
 # backwards of our own, faster than torch's; in fp32 only because they skip keys that a mask hides
 CPU_CAUSAL = Kernel("cpu causal", NONE, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
 CPU_MASKED = Kernel("cpu masked", HIDDEN, "mask", device="cpu", dtypes=frozenset({"bf16", "fp32"}), only_trains=True)
 CAUSAL = Kernel("causal", NONE, "none")
-VARLEN = Kernel("varlen", HIDDEN, "varlen", device="cuda", dtypes=NARROW)
+VARLEN = Kernel("varlen", HIDDEN, "varlen", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED = Kernel("masked", HIDDEN, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
-GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=NARROW)
+GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
 ULYSSES = Kernel("ulysses", NONE, "none", "exchange")
-VARLEN_ULYSSES = Kernel("varlen ulysses", HIDDEN, "varlen", "exchange", device="cuda", dtypes=NARROW)
+VARLEN_ULYSSES = Kernel("varlen ulysses", HIDDEN, "varlen", "exchange", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_ULYSSES = Kernel("masked ulysses", HIDDEN, "mask", "exchange")
 ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
 MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)

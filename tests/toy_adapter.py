@@ -8,7 +8,7 @@ from torch import nn
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.adapters.traits import AdapterJson, AdapterType
 from llama_core.models.layers import Linear, scale_outputs
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 
 class FactorsJson(AdapterJson):

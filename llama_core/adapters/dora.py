@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from llama_core.adapters.lora import LORA, A, B, LoraJson
 from llama_core.adapters.traits import AdapterType
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 MAGNITUDE = Weight("lora_magnitude_vector", "lora_magnitude_vector", ("outputs",), "adapted", "adapted", decayed=False)
 

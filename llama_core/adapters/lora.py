@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from llama_core.adapters.traits import AdapterJson, AdapterType
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 A = Weight("lora_A.weight", "lora_A.weight", ("lora_rank", "inputs"), "adapted", "uniform")
 B = Weight("lora_B.weight", "lora_B.weight", ("outputs", "lora_rank"), "adapted", "zeros")

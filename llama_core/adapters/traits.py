@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from llama_core.weights import INPUTS, OUTPUTS, Weight
+from llama_core.weight_rows import INPUTS, OUTPUTS, Weight
 
 
 class AdapterJson(BaseModel):

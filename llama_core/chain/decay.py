@@ -25,7 +25,7 @@ from llama_core.records.file_owners import refuse_foreign, refuse_links
 from llama_core.records.metrics import copy_metrics, read_metrics
 from llama_core.records.settings_changes import read_settings_changes, record_settings_change
 from llama_core.runs.checkpoints import Best, find_checkpoint
-from llama_core.runs.export import new_folder_beside, refuse_files_in
+from llama_core.runs.export import refuse_files_in, staging_folder
 from llama_core.runs.loading import load_config
 from llama_core.trackers.registry import folders_with_links
 from llama_core.training.rates import learning_rate, warmup_steps
@@ -71,7 +71,7 @@ def branch_off(
     at = checkpoint_step(checkpoint)
     decaying = _decaying(run, _as_trained(config, checkpoint, run), at, num_steps)
     try:
-        with new_folder_beside(out.absolute()) as writing:
+        with staging_folder(out.absolute()) as writing:
             branch = RunDirectory(writing)
             branch.create()
             _adopt(checkpoint, sums, branch, decaying)

@@ -19,7 +19,7 @@ from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.choice import Choice
-from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.planning.search.least_memory import NothingFitsError
 from llama_core.planning.time.cost import BILLION, Cost
 from llama_core.planning.time.step_time import StepTime, forward_time_of, step_time_of
 from llama_core.planning.work import Work

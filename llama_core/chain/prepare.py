@@ -399,7 +399,7 @@ def check_evaluation(config: RunConfig) -> None:
 
 
 def _check_evaluating_devices(config: RunConfig) -> None:
-    device = evaluating_device(config, beside_ranks=True)
+    device = evaluating_device(config, while_training=True)
     if device == "auto":
         return
     shared = evaluation_plan(config, device)

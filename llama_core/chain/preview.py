@@ -21,7 +21,7 @@ from llama_core.runs.continuing import new_run
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
-    from llama_core.rehearsal.twin import TwinResult
+    from llama_core.rehearsal.parity import ParityResult
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Preview:
     planned: PlannedRun
     rehearsed: "DryRunResult | None"
     """The dry run's result; None under DeepSpeed, which needs real ranks."""
-    twin: "TwinResult | None" = None
+    parity: "ParityResult | None" = None
     data: DataCheck | None = None
     """The check of the data's first records; None if they were not checked."""
     tokens: float | None = None
@@ -79,11 +79,11 @@ class Preview:
             "cost": self.cost and self.cost.as_dict(),
             "fits": self.verdict.fits,
             "notes": list(self.notes),
-        } | ({"twin": self.twin.as_dict()} if self.twin else {})
+        } | ({"parity": self.parity.as_dict()} if self.parity else {})
 
 
 def preview(
-    config: RunConfig, *, here: bool, data: bool = True, twin: bool = False, tokens: float | None = None
+    config: RunConfig, *, here: bool, data: bool = True, parity: bool = False, tokens: float | None = None
 ) -> Preview:
     """Plan a run, check its data, and rehearse every distinct rank.
 
@@ -91,7 +91,7 @@ def preview(
         config: what to run.
         here: plan with ``plan_anywhere``; False plans with ``plan_for_gpu``.
         data: check the data of ``config``; False if batches come from elsewhere.
-        twin: also train a tiny twin of the plan on real processes and compare it with one process.
+        parity: also train a tiny model under the plan on real processes, and compare it with one process.
         tokens: the tokens to train on; by default those of ``training.steps``, or else of the data.
 
     Raises:
@@ -109,11 +109,11 @@ def preview(
         checked = check_data(config.data, config.spec, reads=config.objective.reads)
     rehearsed = rehearse_plan(planned.config, planned.plan)
     previewed = Preview(planned, rehearsed, data=checked, tokens=tokens, of_hub=(*asked.notes, *no_weights, *no_data))
-    if not twin:
+    if not parity:
         return previewed
-    from llama_core.rehearsal.twin import twin as train_twin
+    from llama_core.rehearsal.parity import check_parity
 
-    return replace(previewed, twin=train_twin(planned.config, planned.plan))
+    return replace(previewed, parity=check_parity(planned.config, planned.plan))
 
 
 def preview_script(config: RunConfig, run_dir: Path | None = None) -> str:

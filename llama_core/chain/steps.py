@@ -198,7 +198,7 @@ def evaluator_of(run: RunDirectory, tell: Callable[[str], None]) -> Evaluator | 
     if not config.evaluation.is_asked_for:
         return None
     here = RunDirectory(run.path.resolve())
-    return Evaluator(here, config, evaluations_of(here, config, beside_ranks=False), tell)
+    return Evaluator(here, config, evaluations_of(here, config, while_training=False), tell)
 
 
 def evaluate(run: RunDirectory) -> list[Score]:

@@ -23,7 +23,7 @@ from llama_core.config.model_weights import (
 from llama_core.config.rope import RopeScaling
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama", "mistral", "qwen"]
 """The generation of a variant, or the relatives that it belongs to; ``llama`` for a model from a
@@ -306,7 +306,7 @@ class ModelSpec:
         for weight in self._weights_of_layer(sparse=False):
             match self.shape_of(weight):
                 case rows, columns:
-                    shapes[weight.theirs.split(".")[-2]] = (columns, rows)
+                    shapes[weight.stored_name.split(".")[-2]] = (columns, rows)
         return shapes
 
     @property

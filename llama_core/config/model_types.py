@@ -51,7 +51,7 @@ class ModelType:
     sometimes: frozenset[str] = frozenset()
     """The traits that some of them have, which their configuration states."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """What its files call a weight that has another name in its row (``Weight.theirs``), by our name in a layer."""
+    """What its files call a weight, by our name in a layer, if not as its row does (``Weight.stored_name``)."""
 
     def fits(self, traits: Mapping[str, Any]) -> bool:
         """Return whether a model with these traits has all that these models always have."""

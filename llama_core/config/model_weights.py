@@ -9,19 +9,19 @@ from fnmatch import fnmatchcase
 from llama_core.adapters.registry import ADAPTERS
 from llama_core.config.model_types import LLAMA, ModelType
 from llama_core.optimizers.traits import LAYERS
-from llama_core.weights import INPUTS, Division, Weight
+from llama_core.weight_rows import INPUTS, Division, Weight
 
 
 def _norm(
-    name: str, theirs: str, size: str = "hidden_size", divided: Division = "stream", only_with: str | None = None
+    name: str, stored_name: str, size: str = "hidden_size", divided: Division = "stream", only_with: str | None = None
 ) -> Weight:
     """Return the row of a norm, which is not decayed, since zero is not its neutral value."""
-    return Weight(name, theirs, (size,), divided, "ones", decayed=False, only_with=only_with)
+    return Weight(name, stored_name, (size,), divided, "ones", decayed=False, only_with=only_with)
 
 
-def _bias(name: str, theirs: str, size: str) -> Weight:
+def _bias(name: str, stored_name: str, size: str) -> Weight:
     """Return the row of the bias of a projection to queries, keys or values."""
-    return Weight(name, theirs, (size,), "outputs", "zeros", decayed=False, only_with="qkv_bias")
+    return Weight(name, stored_name, (size,), "outputs", "zeros", decayed=False, only_with="qkv_bias")
 
 
 # fmt: off
@@ -74,7 +74,7 @@ _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NO
 _ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
 _OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
 DIVIDED_INPUTS = frozenset(
-    weight.theirs.split(".")[-2]
+    weight.stored_name.split(".")[-2]
     for weight in (EMBEDDING_WEIGHT, *_ATTENTION, *_FEED_FORWARD)
     if weight is EMBEDDING_WEIGHT or weight.divided == "inputs"
 )
@@ -143,15 +143,15 @@ def hugging_face_name(name: str, model_type: ModelType = LLAMA) -> str:
         name: our name.
         model_type: the type of the model; it may be left out for adapted matrices, which all types call the same.
     """
-    theirs = weight_of(name).theirs
+    stored_name = weight_of(name).stored_name
     if name in _OUTSIDE_LAYERS:
-        return theirs
-    return f"model.layers.{name.split('.')[1]}.{model_type.names.get(_in_layer(name), theirs)}"
+        return stored_name
+    return f"model.layers.{name.split('.')[1]}.{model_type.names.get(_in_layer(name), stored_name)}"
 
 
 def name_in_layer(weight: str, model_type: ModelType) -> str:
     """Return Hugging Face's name within a layer for its weight, such as ``'feed_forward.router.weight'``."""
-    return model_type.names.get(weight, _IN_LAYERS[weight].theirs)
+    return model_type.names.get(weight, _IN_LAYERS[weight].stored_name)
 
 
 def matrix_name(path: str) -> str:
@@ -161,8 +161,8 @@ def matrix_name(path: str) -> str:
 
 def part_name(name: str) -> str:
     """Return Hugging Face's name for a norm, a matrix or a bias within its layer: ``q_proj``, ``q_proj.bias``."""
-    theirs = weight_of(name).theirs.removesuffix(".weight")
-    return theirs.removeprefix("self_attn.").removeprefix("mlp.")
+    stored_name = weight_of(name).stored_name.removesuffix(".weight")
+    return stored_name.removeprefix("self_attn.").removeprefix("mlp.")
 
 
 def matches(name: str, pattern: str, model_type: ModelType) -> bool:

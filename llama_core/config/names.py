@@ -79,8 +79,8 @@ def keys_meant(name: str, known: Iterable[str]) -> list[str]:
     """Return the keys that an unknown key may mean, by meaning or else by spelling; empty if none is near."""
     known = list(known)
     section = name[: -len(_last(name))]
-    beside = dict.fromkeys(key[len(section) :].partition(".")[0] for key in known if key.startswith(section))
-    near = get_close_matches(_last(name), beside, n=1, cutoff=_NEAR)
+    siblings = dict.fromkeys(key[len(section) :].partition(".")[0] for key in known if key.startswith(section))
+    near = get_close_matches(_last(name), siblings, n=1, cutoff=_NEAR)
     called = keys_called(name, known)
     inside = [key for key in called if key.startswith(section)]
     return inside or called or [section + word for word in near]

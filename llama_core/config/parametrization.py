@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from llama_core.config.model_weights import EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT, weight_of
 from llama_core.config.models import ModelSpec
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 
 class ParametrizationFactors(NamedTuple):

@@ -20,7 +20,7 @@ from llama_core.config import nf4
 from llama_core.config.section import KnownName, Section
 from llama_core.errors import ConfigError, Problem, did_you_mean
 from llama_core.objectives.registry import OBJECTIVES
-from llama_core.weights import INPUTS, OUTPUTS, Weight
+from llama_core.weight_rows import INPUTS, OUTPUTS, Weight
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")

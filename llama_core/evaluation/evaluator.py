@@ -202,16 +202,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if problem:
                 _print(problem)
             return 0  # it has ended, if without scores
-        _evaluate_beside_ranks(run)
+        _evaluate_while_training(run)
     except TrainingInfraError as error:
         _print(f"ERROR {error}")
         return error.exit_code
     return 0
 
 
-def _evaluate_beside_ranks(run: RunDirectory) -> None:
+def _evaluate_while_training(run: RunDirectory) -> None:
     config = load_config(run)
-    evaluations = evaluations_of(run, config, beside_ranks=True)
+    evaluations = evaluations_of(run, config, while_training=True)
     evaluator = Evaluator(run, config, evaluations, _print)
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
         evaluator.look()

@@ -161,7 +161,7 @@ class TextModel:
     @cached_property
     def _model(self) -> "Llama":
         with importing_torch():
-            from llama_core.training.weights import whole_model
+            from llama_core.training.stored_weights import whole_model
 
         self.tell(f"{self.weights} in {self._dtype} on {self._device}, tokenizer {self.tokenizer.name}")
         return whole_model(self.config.spec, self.weights, device=self._device, dtype=self._dtype)

@@ -135,7 +135,7 @@ class InJobs:
     """
 
     def __init__(self, run: RunDirectory, config: RunConfig, tasks: TaskJobs) -> None:
-        self.device = evaluating_device(config, beside_ranks=True)
+        self.device = evaluating_device(config, while_training=True)
         self._run = run
         self._tasks = tasks
         self._shared = evaluation_plan(config, self.device)
@@ -178,17 +178,17 @@ class InJobs:
         """Let the jobs go on: who comes next finds them by their ids."""
 
 
-def evaluations_of(run: RunDirectory, config: RunConfig, *, beside_ranks: bool) -> Evaluations:
+def evaluations_of(run: RunDirectory, config: RunConfig, *, while_training: bool) -> Evaluations:
     """Return what evaluates the checkpoints of a run.
 
     Args:
         run: the run.
         config: its configuration.
-        beside_ranks: whether ranks of the run compute at the same time.
+        while_training: whether ranks of the run compute at the same time.
     """
     tasks = launcher_of(config.launch.launcher).tasks
     if tasks is None:
-        return OnThisMachine(run, evaluating_device(config, beside_ranks=beside_ranks))
+        return OnThisMachine(run, evaluating_device(config, while_training=while_training))
     return InJobs(run, config, tasks)
 
 
@@ -202,7 +202,7 @@ def refusal_of_jobs(config: RunConfig) -> str | None:
     if launcher.tasks is None or not config.evaluation.is_asked_for:
         return None
     try:
-        shared = evaluation_plan(config, evaluating_device(config, beside_ranks=True))
+        shared = evaluation_plan(config, evaluating_device(config, while_training=True))
     except TrainingInfraError as error:
         return str(error)
     refused = launcher.tasks.refusal(evaluating_request(config, shared))

@@ -32,19 +32,19 @@ class EvaluationPlan:
     """Machines that have them, as many each."""
 
 
-def evaluating_device(config: RunConfig, *, beside_ranks: bool) -> str:
+def evaluating_device(config: RunConfig, *, while_training: bool) -> str:
     """Return where the checkpoints of a run are evaluated: auto, cpu or cuda. ``auto`` takes a GPU if there is one.
 
     Args:
         config: the run.
-        beside_ranks: whether its ranks compute at the same time.
+        while_training: whether its ranks compute at the same time.
     """
     asked = config.evaluation.device
     if asked != "auto":
         return asked
     if config.launch.kind.runs_tasks:
         return config.launch.device
-    return "cpu" if beside_ranks else "auto"
+    return "cpu" if while_training else "auto"
 
 
 def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
@@ -80,10 +80,10 @@ def evaluation_plan(config: RunConfig, device: str) -> EvaluationPlan:
     best = next(fitting, None)
     if best is not None:
         return best
-    leanest = min(ways, key=lambda way: (_bytes(config, way), way.plan.pp))
+    smallest = min(ways, key=lambda way: (_bytes(config, way), way.plan.pp))
     if not config.launch.force:
-        raise DoesNotFitError(_too_small(config, leanest, gpu))
-    return leanest
+        raise DoesNotFitError(_too_small(config, smallest, gpu))
+    return smallest
 
 
 def evaluating_request(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
@@ -94,7 +94,7 @@ def evaluating_request(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
         shared: how devices share the evaluation.
     """
     asked = config.evaluation
-    device = evaluating_device(config, beside_ranks=True)
+    device = evaluating_device(config, while_training=True)
     launch: dict[str, object] = {"device": device, "nodes": shared.nodes, "min_nodes": None}
     if section := config.launch.kind.section:
         launch[section] = config.launch.request.of_an_evaluation(

@@ -232,7 +232,7 @@ class AskedQuestion(Generic[A]):
         with importing_torch():
             from llama_core.evaluation.inference.divided import EvaluatingRanks
             from llama_core.parallel.ranks import one_per_machine_first, this_device
-            from llama_core.training.weights import whole_model
+            from llama_core.training.stored_weights import whole_model
 
         ranks = EvaluatingRanks(self.plan, self.device)
         device = str(this_device(self.device))

@@ -59,7 +59,7 @@ def peft_name(name: str) -> str:
     if of_adapter is None:
         raise ValueError(f"{name} belongs to no adapter")
     matrix, weight = of_adapter
-    return f"{_PREFIX}{hugging_face_name(matrix).removesuffix('weight')}{weight.theirs}"
+    return f"{_PREFIX}{hugging_face_name(matrix).removesuffix('weight')}{weight.stored_name}"
 
 
 def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _as_lora(kind: AdapterType, config: AdapterJson, tensors: dict[str, StoredTe
     """Return the adapters that a folder describes; if the targets are a pattern, the weights' names tell them."""
     targets = config.target_modules
     if isinstance(targets, str):
-        endings = [f".{weight.theirs}" for weight in (*kind.weights, *kind.of_embedding)]
+        endings = [f".{weight.stored_name}" for weight in (*kind.weights, *kind.of_embedding)]
         targets = [name.removesuffix(end) for name in tensors for end in endings if name.endswith(end)]
     matrices = list(dict.fromkeys(target.rpartition(".")[2] for target in targets))
     possible = adaptable(kind)

@@ -221,7 +221,7 @@ def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:
     return _as_dense_as(saved_run(origin.base).spec if is_checkpoint(origin.base) else _model_of(origin.base), spec)
 
 
-def names_beside_base(spec: ModelSpec, origin: Origin) -> frozenset[str]:
+def names_with_adapters(spec: ModelSpec, origin: Origin) -> frozenset[str]:
     """Return the parameters that an origin does not take from its base: adapters, and what was trained with them."""
     if origin.adapters is None:
         return frozenset()
@@ -324,11 +324,11 @@ def where_stored(name: str, spec: ModelSpec, source: Path) -> str:
         WeightsError: as ``check_pretrained``.
     """
     origin = origin_of(source)
-    is_beside = name in names_beside_base(spec, origin)
-    holder = origin.adapters if is_beside else origin.base
+    is_with_adapters = name in names_with_adapters(spec, origin)
+    holder = origin.adapters if is_with_adapters else origin.base
     if holder is None or is_checkpoint(holder):
         return f"{name} of {holder or source}"
-    if is_beside:
+    if is_with_adapters:
         return f"{peft_name(name)} in {holder / ADAPTERS}"
     stored = hugging_face_weights(stored_model(spec, origin), holder)
     tensors = stored[name if name in stored else dense_name(name)]

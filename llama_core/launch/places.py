@@ -58,10 +58,10 @@ def submission_of(folder: Path, run: RunDirectory) -> OwnSubmission | None:
     folder must be in this run's own place, and no link may lead there.
     """
     path = run.path.resolve()
-    beside, home = _places(path / run.logs.name)
-    if folder.parent == home:
-        return OwnSubmission(folder, home)
-    own = beside / folder.name
+    in_run, in_home = _places(path / run.logs.name)
+    if folder.parent == in_home:
+        return OwnSubmission(folder, in_home)
+    own = in_run / folder.name
     is_own = folder.is_absolute() and is_same_folder(folder, own, path)
     return OwnSubmission(own, path) if is_own else None
 
@@ -80,12 +80,12 @@ def _place_of_submissions(logs: Path) -> Path:
     Raises:
         RunDirectoryError: if others may write to both.
     """
-    beside, home = _places(logs)
-    for place in (beside, home):
+    in_run, in_home = _places(logs)
+    for place in (in_run, in_home):
         if not who_else_may_fill(place):
             return place
     raise RunDirectoryError(
-        f"other users may write to {logs} and to {home.parent}, or above, and could change what a job runs; "
+        f"other users may write to {logs} and to {in_home.parent}, or above, and could change what a job runs; "
         "chmod go-w them, or choose another --run-dir"
     )
 

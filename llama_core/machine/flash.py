@@ -59,8 +59,8 @@ def wants_flash_attention(config: RunConfig) -> bool:
     Deterministic runs keep torch's own kernels, whose determinism torch tests.
     """
     device = config.launch.device
-    is_narrow = config.training.precision != "fp32"
-    if device == "cpu" or not is_narrow or config.training.deterministic:
+    has_16_bits = config.training.precision != "fp32"
+    if device == "cpu" or not has_16_bits or config.training.deterministic:
         return False
     needs = config.spec.attentions
     # bf16 and fp16 have the same kernels

@@ -13,7 +13,7 @@ from llama_core.adapters.traits import AdapterType
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
 from llama_core.models.layers import Linear, TokenEmbedding
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 
 class AdapterMethod(Protocol):

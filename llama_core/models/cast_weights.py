@@ -38,7 +38,7 @@ def cast_linear(x: Tensor, weight_OI: Tensor, cast_OI: Tensor | None, take: Take
         take: what becomes of the gradient.
     """
     made = _MakesGradients.apply(x, weight_OI, cast_OI, take)  # type: ignore[no-untyped-call]
-    return _product(made, x, _narrow(weight_OI, cast_OI, x))
+    return _product(made, x, _cast(weight_OI, cast_OI, x))
 
 
 def cast_grouped(
@@ -46,7 +46,7 @@ def cast_grouped(
 ) -> Tensor:
     """Return the same for rows in groups, each with a matrix of its own; see ``grouped_product``."""
     made = _MakesGroupedGradients.apply(x_RI, weight_EOI, cast_EOI, ends_E, take)  # type: ignore[no-untyped-call]
-    return _product(made, x_RI, _narrow(weight_EOI, cast_EOI, x_RI), ends_E)
+    return _product(made, x_RI, _cast(weight_EOI, cast_EOI, x_RI), ends_E)
 
 
 def _product(made: Tensor, x: Tensor, weight: Tensor, ends_E: Tensor | None = None) -> Tensor:
@@ -80,7 +80,7 @@ class _MakesGradients(torch.autograd.Function):
         x, weight_OI, cast_OI = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ _narrow(weight_OI, cast_OI, x)
+            grad_x = grad @ _cast(weight_OI, cast_OI, x)
         gradient = partial(_wide_product, grad.flatten(0, -2).t(), x.flatten(0, -2), weight_OI.dtype)
         return grad_x, ctx.take(weight_OI, gradient), None, None
 
@@ -103,7 +103,7 @@ class _MakesGroupedGradients(torch.autograd.Function):
         grad_RO = grad.contiguous()
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grouped_product(grad_RO, _narrow(weight_EOI, cast_EOI, x_RI), ends_E)
+            grad_x = grouped_product(grad_RO, _cast(weight_EOI, cast_EOI, x_RI), ends_E)
         gradient = partial(_grouped_gradient, grad_RO, x_RI, ends_E, weight_EOI.dtype)
         return grad_x, ctx.take(weight_EOI, gradient), None, None, None
 
@@ -133,7 +133,7 @@ class _InPlaceOf(torch.autograd.Function):
         return grad.to(ctx.dtype), None
 
 
-def _narrow(weight: Tensor, cast_weight: Tensor | None, x: Tensor) -> Tensor:
+def _cast(weight: Tensor, cast_weight: Tensor | None, x: Tensor) -> Tensor:
     return weight.detach().to(x.dtype) if cast_weight is None else cast_weight
 
 

@@ -13,7 +13,7 @@ from llama_core.config.strategy import LoRA
 from llama_core.models.layers import Linear, TokenEmbedding, local_part, scale_outputs
 from llama_core.models.lora import AdaptedLinear
 from llama_core.models.lora import merge as merge_lora
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 
 class DoraLinear(AdaptedLinear):

@@ -83,8 +83,8 @@ def multiply(x: Tensor, weight_OI: Tensor, cast_OI: Tensor | None) -> Tensor:
     """
     if isinstance(weight_OI, DTensor):
         return multiply_own_part(multiply, x, weight_OI, cast_OI)
-    narrow_OI = weight_OI.to(x.dtype) if cast_OI is None else in_place_of(weight_OI, cast_OI)
-    out: Tensor = _ScaledLinear.apply(x, narrow_OI)  # type: ignore[no-untyped-call]
+    cast_to_x_OI = weight_OI.to(x.dtype) if cast_OI is None else in_place_of(weight_OI, cast_OI)
+    out: Tensor = _ScaledLinear.apply(x, cast_to_x_OI)  # type: ignore[no-untyped-call]
     return out
 
 

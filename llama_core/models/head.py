@@ -40,7 +40,7 @@ class HeadInputs(NamedTuple):
         """Return the factors of the logits of some tokens, by their places among all, int64."""
         adapter = self.adapter
         if adapter is not None:
-            adapter = adapter._replace(narrow=adapter.narrow[places])
+            adapter = adapter._replace(inner=adapter.inner[places])
         return self._replace(hidden_TD=self.hidden_TD[places], adapter=adapter)
 
     def rows(self, num_rows: int) -> "list[HeadInputs]":
@@ -49,8 +49,8 @@ class HeadInputs(NamedTuple):
         hidden = self.hidden_TD.chunk(num_rows)
         if self.adapter is None:
             return [whole._replace(hidden_TD=of_row) for of_row in hidden]
-        narrow = self.adapter.narrow.chunk(num_rows)
-        adapters = [self.adapter._replace(narrow=of_row) for of_row in narrow]
+        inner = self.adapter.inner.chunk(num_rows)
+        adapters = [self.adapter._replace(inner=of_row) for of_row in inner]
         return [
             whole._replace(hidden_TD=of_row, adapter=adapter) for of_row, adapter in zip(hidden, adapters, strict=True)
         ]
@@ -59,7 +59,7 @@ class HeadInputs(NamedTuple):
 def whole_head(x_BSD: Tensor, table: Linear | TokenEmbedding) -> HeadInputs:
     """Return the factors of a head that this rank holds whole."""
     hidden_TD = x_BSD.flatten(0, 1)
-    return HeadInputs(hidden_TD, table.weight, table.beside(hidden_TD))
+    return HeadInputs(hidden_TD, table.weight, table.low_rank(hidden_TD))
 
 
 def logits(head: HeadInputs) -> Tensor:
@@ -67,7 +67,7 @@ def logits(head: HeadInputs) -> Tensor:
     dtype = head.hidden_TD.dtype
     out_TV = F.linear(head.hidden_TD, head.weight_VD.to(dtype))
     if head.adapter is not None:
-        out_TV = out_TV + F.linear(head.adapter.narrow, head.adapter.rows.to(dtype))
+        out_TV = out_TV + F.linear(head.adapter.inner, head.adapter.rows.to(dtype))
     if head.vocab_mesh is None:
         return out_TV
     return DTensor.from_local(out_TV, head.vocab_mesh, [Shard(1)]).full_tensor()

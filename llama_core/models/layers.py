@@ -53,9 +53,9 @@ def local_part(tensor: Tensor, gradient: Placement | None = None) -> Tensor:
 
 
 class LowRank(NamedTuple):
-    """The product ``narrow @ rows.T``, as its two factors."""
+    """The product ``inner @ rows.T``, as its two factors."""
 
-    narrow: Tensor
+    inner: Tensor
     """[..., R]."""
     rows: Tensor
     """[V, R]."""
@@ -101,7 +101,7 @@ class Linear(nn.Linear):
             return out + product
         return add_product(out, x, self.weight)
 
-    def beside(self, x: Tensor) -> LowRank | None:
+    def low_rank(self, x: Tensor) -> LowRank | None:
         """Return an adapter's addition to ``x @ weight.T``, as two factors; None without an adapter."""
         return None
 
@@ -183,7 +183,7 @@ class TokenEmbedding(nn.Embedding):
         """Return [B, S, D] in ``out_dtype``."""
         return self.look_up(tokens_BS, self.weight).to(self.out_dtype)
 
-    def beside(self, x: Tensor) -> None:
+    def low_rank(self, x: Tensor) -> None:
         """Return None: a table that is also the head has no adapter."""
 
 
@@ -327,7 +327,7 @@ def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Docume
 def _attend_with_torch(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
     row = CAUSAL if mask is None else MASKED
     has_fewer_key_heads = k_BKSH.shape[1] < q_BNSH.shape[1]
-    if q_BNSH.is_cuda and has_fewer_key_heads and row.repeats_heads(is_narrow=q_BNSH.dtype.itemsize == 2):
+    if q_BNSH.is_cuda and has_fewer_key_heads and row.repeats_heads(has_16_bits=q_BNSH.dtype.itemsize == 2):
         # SDPA would not refuse grouped heads, but take the math kernel, which holds all scores
         queries_per_key = q_BNSH.shape[1] // k_BKSH.shape[1]
         k_BKSH, v_BKSH = (x.repeat_interleave(queries_per_key, dim=1) for x in (k_BKSH, v_BKSH))
@@ -356,7 +356,7 @@ def attend_with_capped_scores(
     """
     wide = torch.promote_types(q_BNSH.dtype, torch.float32)
     queries_per_key = q_BNSH.shape[1] // k_BKJH.shape[1]
-    narrow = q_BNSH.dtype
+    dtype = q_BNSH.dtype
     q_BNSH = _laid_out(q_BNSH, wide)
     if queries_per_key > 1:
         k_BNJH, v_BNJH = (x.to(wide).repeat_interleave(queries_per_key, dim=1) for x in (k_BKJH, v_BKJH))
@@ -370,7 +370,7 @@ def attend_with_capped_scores(
     scores_BNSJ = scores_BNSJ + (_causal_mask(scores_BNSJ) if mask is None else mask)
     scores_BNSJ = torch.softmax(scores_BNSJ, dim=-1)
     out_BSNH = (scores_BNSJ @ v_BNJH).transpose(1, 2)
-    return _laid_out(out_BSNH, narrow).transpose(1, 2)
+    return _laid_out(out_BSNH, dtype).transpose(1, 2)
 
 
 def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,18 +32,18 @@ class AdaptedLinear(Linear):
     def product(self, x: Tensor) -> Tensor:
         """Return the sum of the matrix's and the adapter's results, in the dtype of ``x``."""
         out = super().product(x)
-        added: Tensor = self.lora_B.added_to(out, self._narrow(x))
+        added: Tensor = self.lora_B.added_to(out, self._inner(x))
         return added
 
-    def beside(self, x: Tensor) -> LowRank:
+    def low_rank(self, x: Tensor) -> LowRank:
         """Return the adapter's addition, as two factors."""
-        return LowRank(self._narrow(x), self.lora_B.weight)
+        return LowRank(self._inner(x), self.lora_B.weight)
 
-    def _narrow(self, x: Tensor) -> Tensor:
+    def _inner(self, x: Tensor) -> Tensor:
         if self.dropout and self.training:
             x, _ = torch.native_dropout(x, self.dropout, train=True)  # its mask is a byte per element on any device
-        narrow: Tensor = self.lora_A(x) * self.scale  # scaled where it is narrow
-        return narrow
+        inner: Tensor = self.lora_A(x) * self.scale  # scaled where it is narrow
+        return inner
 
 
 class AdaptedEmbedding(TokenEmbedding):
@@ -65,10 +65,10 @@ class AdaptedEmbedding(TokenEmbedding):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, D] in ``out_dtype``."""
-        narrow = self.look_up(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
+        inner = self.look_up(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
         # a rank multiplies only its own tokens by B, so the gradient of B is a partial sum
         whole = local_part(self.lora_B.weight, Partial())
-        return add_product(super().forward(tokens_BS), narrow * self.scale, whole)
+        return add_product(super().forward(tokens_BS), inner * self.scale, whole)
 
 
 def adapt(

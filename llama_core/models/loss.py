@@ -136,13 +136,13 @@ class _LinearLoss(torch.autograd.Function):
         ctx: Any,
         hidden_TD: Tensor,
         weight_VD: Tensor,
-        narrow_TA: Tensor | None,
+        inner_TA: Tensor | None,
         rows_VA: Tensor | None,
         loss: LogitLoss,
         chunk_tokens: int,
         differentiate: bool,
     ) -> Tensor:
-        factors = (hidden_TD, weight_VD, narrow_TA, rows_VA)
+        factors = (hidden_TD, weight_VD, inner_TA, rows_VA)
         needed = [differentiate and needs for needs in ctx.needs_input_grad[:4]]
         products = _products(factors, loss.ignored_T1, needed)
         for chunk, logits in _chunks_of_logits(products, chunk_tokens):
@@ -214,14 +214,14 @@ class _LinearCrossEntropies(torch.autograd.Function):
         ctx: Any,
         hidden_TD: Tensor,
         weight_VD: Tensor,
-        narrow_TA: Tensor | None,
+        inner_TA: Tensor | None,
         rows_VA: Tensor | None,
         targets_T: Tensor,
         ignore_index: int,
         chunk_tokens: int,
         vocab_group: dist.ProcessGroup | None,
     ) -> Tensor:
-        factors = (hidden_TD, weight_VD, narrow_TA, rows_VA)
+        factors = (hidden_TD, weight_VD, inner_TA, rows_VA)
         ctx.save_for_backward(*factors, targets_T)
         ctx.options = (ignore_index, vocab_group, 0.0, chunk_tokens)
         softmax = _softmax(hidden_TD, weight_VD.shape[0], targets_T, *ctx.options)

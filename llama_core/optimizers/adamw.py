@@ -36,4 +36,4 @@ _BF16_ON_CUDA = replace(
     written_bytes=WEIGHT_BYTES + 2 * BF16_BYTES,  # the weight and both moments
     workspace_itemsize=0,
 )
-ADAMW = replace(_FP32, narrow=replace(_BF16, fused=_BF16_ON_CUDA))
+ADAMW = replace(_FP32, with_bf16_moments=replace(_BF16, fused=_BF16_ON_CUDA))

@@ -30,4 +30,4 @@ _FP32 = OptimizerType(
     flops=flops,
     others=ADAMW,
 )
-MUON = replace(_FP32, narrow=replace(_FP32, others=ADAMW.narrow))
+MUON = replace(_FP32, with_bf16_moments=replace(_FP32, others=ADAMW.with_bf16_moments))

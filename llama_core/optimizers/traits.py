@@ -18,7 +18,8 @@ UPDATED_BY = "updated_by"
 """What a group of parameters calls the name of the optimizer that updates it, if a run has several."""
 
 NAMES = "names"
-"""What a group of parameters calls their names, for a builder that asks for them by ``narrow``; it takes them out."""
+"""What a group of parameters calls their names, for a builder that asks for them by ``with_bf16_moments``; it takes
+them out."""
 
 LAYERS = "layers."
 """What the name of a parameter inside a layer begins with."""
@@ -71,7 +72,7 @@ class OptimizerType:
     scales: bool = False
     """Whether ``config.parametrization`` holds for it: an element's update is as large as the learning rate, whatever
     the size of its gradient."""
-    narrow: "OptimizerType | None" = None
+    with_bf16_moments: "OptimizerType | None" = None
     """The same rule with AdamW's moments in bf16, for ``training.moments``; None if it takes no such setting."""
     fused: "OptimizerType | None" = None
     """The same rule in one kernel of our own, which only CUDA has; None if there is none."""
@@ -94,7 +95,7 @@ class OptimizerType:
 
     def with_moments(self, dtype: str) -> "OptimizerType":
         """Return the same rule with AdamW's moments in a dtype: a value of ``training.moments``."""
-        return self.narrow if dtype == "bf16" and self.narrow is not None else self
+        return self.with_bf16_moments if dtype == "bf16" and self.with_bf16_moments is not None else self
 
     def on(self, *, cuda: bool) -> "OptimizerType":
         """Return the same rule as a device computes it."""

@@ -47,10 +47,10 @@ class DocumentChunks:
         row_start = self.row * row_length
         self._place = self.starts - row_start
         is_long = self.starts.diff() >= num_chunks * SHORTEST_PIECE
-        beside_long = torch.zeros_like(self.starts, dtype=torch.bool)
-        beside_long[:-1] |= is_long
-        beside_long[1:] |= is_long
-        begins = beside_long | (self._place == 0)
+        next_to_long = torch.zeros_like(self.starts, dtype=torch.bool)
+        next_to_long[:-1] |= is_long
+        next_to_long[1:] |= is_long
+        begins = next_to_long | (self._place == 0)
         self._sections = torch.where(begins, self.starts, self.starts[-1]).sort().values
         """Where each section begins; then, as often as documents begin none, the end of the last one."""
         following = torch.searchsorted(self._sections, self.starts, right=True)

@@ -37,7 +37,7 @@ from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, No
 from llama_core.models.llama import Llama
 from llama_core.models.moe import MixtureOfExperts
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
-from llama_core.weights import INPUTS, OUTPUTS, Division, Weight
+from llama_core.weight_rows import INPUTS, OUTPUTS, Division, Weight
 
 
 def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
@@ -305,7 +305,7 @@ def _divided_head(mesh: DeviceMesh, stream: Placement, x_BSD: Tensor, table: Lin
     whole_BSD = DTensor.from_local(x_BSD, mesh, [stream]).redistribute(placements=[Replicate()])
     # a rank's gradient of the hidden states is a partial sum, over its part of the vocabulary
     hidden_TD = local_part(whole_BSD, Partial()).flatten(0, 1)
-    adapter = table.beside(whole_BSD)
+    adapter = table.low_rank(whole_BSD)
     if adapter is not None:
-        adapter = LowRank(local_part(adapter.narrow, Partial()).flatten(0, 1), local_part(adapter.rows))
+        adapter = LowRank(local_part(adapter.inner, Partial()).flatten(0, 1), local_part(adapter.rows))
     return HeadInputs(hidden_TD, local_part(table.weight), adapter, mesh)

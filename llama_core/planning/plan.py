@@ -461,8 +461,8 @@ class ParallelPlan:
             if self.dp > 1:
                 why = f"dp_replicate={self.dp_replicate} makes every data-parallel rank a copy"
             yield f"zero_stage={self.zero_stage} shards nothing because {why}; the effective stage is 0"
-        is_narrow = self.gradient_compression == "bf16"
-        if is_narrow and self.effective_zero_stage == 1 and self.num_microbatches > 1:
+        sends_bf16 = self.gradient_compression == "bf16"
+        if sends_bf16 and self.effective_zero_stage == 1 and self.num_microbatches > 1:
             yield "gradient_compression=bf16 at zero_stage=1 also sums microbatches in bf16; zero_stage=2 does not"
         if self.gradient_compression != "none" and self.dp * self.cp == 1:
             yield f"gradient_compression={self.gradient_compression} has no effect with one data-parallel rank"

@@ -86,10 +86,10 @@ class StepRecord:
         """The held-out loss after this step in words, with that of each name; empty if not measured."""
         if self.eval_loss is None:
             return ""
-        beside = [f"{name} {loss:.4f}" for name, loss in self.eval_losses.items()]
+        details = [f"{name} {loss:.4f}" for name, loss in self.eval_losses.items()]
         if self.eval_shown:
-            beside.append(self.eval_shown)
-        told = f" ({', '.join(beside)})" if beside else ""
+            details.append(self.eval_shown)
+        told = f" ({', '.join(details)})" if details else ""
         return f"held-out loss {self.eval_loss:.4f}{told}"
 
 
@@ -208,19 +208,17 @@ class TrainingSummary:
         if self.ended_early:
             parts.append(f"ended early: {self.ended_early}")
         if self.eval_loss is not None:
-            beside_it = [
+            details = [
                 f"{name} {entropy:.4f}"
                 for name, entropy in (("byte-unigram", self.unigram_entropy), ("byte-bigram", self.bigram_entropy))
                 if entropy is not None
             ]
             weights = self.held_out_weights
-            beside_it += [
-                f"{name} {rows.mean:.4f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()
-            ]
+            details += [f"{name} {rows.mean:.4f} x {weights[name]:.0%}" for name, rows in self.named_eval_rows.items()]
             if self.shown:
-                beside_it.append(f"{self.shown} over {self.eval_tokens:,} {self.counted}")
-            beside = f" ({', '.join(beside_it)})" if beside_it else ""
-            parts.append(f"held-out loss {self.eval_loss:.4f} {self.loss_unit}{beside}")
+                details.append(f"{self.shown} over {self.eval_tokens:,} {self.counted}")
+            told = f" ({', '.join(details)})" if details else ""
+            parts.append(f"held-out loss {self.eval_loss:.4f} {self.loss_unit}{told}")
         parts.append(f"peak {format_bytes(self.memory_added_bytes)}")
         if self.memory_process_bytes:
             parts[-1] += f", {format_bytes(self.memory_reserved_bytes)} with the whole process"

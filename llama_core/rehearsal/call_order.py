@@ -142,10 +142,10 @@ def _unequal_collectives(ranks: Ranks) -> Iterator[str]:
         for other in others:
             disagreement = _disagreement(by_member[first], by_member[other])
             if disagreement is not None:
-                number, mine, theirs = disagreement
+                number, mine, others_call = disagreement
                 yield (
                     f"collective {number + 1} on {communicator}: rank {first} makes "
-                    f"{_named(mine)}, rank {other} {_named(theirs)}"
+                    f"{_named(mine)}, rank {other} {_named(others_call)}"
                 )
                 break
         else:

@@ -1,8 +1,8 @@
 """Compose a whole optimizer step from a few of its actions.
 
-A schedule repeats itself: most of its many microbatches pass a rank in one of a few situations, and the memory, FLOPs
-and transfers of an action depend on its situation alone. So we trace a few microbatches, in the rank's order, and let
-each recording stand for every action in the same situation. The bytes that the other microbatches hold meanwhile
+A schedule repeats itself: most of its many microbatches pass a rank in one of a few states, and the memory, FLOPs
+and transfers of an action depend on its state alone. So we trace a few microbatches, in the rank's order, and let
+each recording stand for every action in the same state. The bytes that the other microbatches hold meanwhile
 differ between ranks and between actions; walking through the rank's whole list of actions adds them up.
 """
 
@@ -19,7 +19,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import LiveBytes, Segment
 from llama_core.rehearsal.transfers import Transfer
 from llama_core.schedules.actions import COMPUTATIONS, SENDS, Action, Kind, Schedule
-from llama_core.schedules.walk import Progress, Situation, walk
+from llama_core.schedules.walk import Progress, StepState, walk
 
 _FORWARDS = {Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
 
@@ -45,25 +45,25 @@ class Hosting:
         """The stages; a stage's index here is its slot."""
         return self.schedule.stages_of(self.pp_rank)
 
-    def representative(self, situation: Situation) -> Situation:
-        """Return the situation that stands for all in which an action of this rank is the same."""
+    def representative(self, state: StepState) -> StepState:
+        """Return the state that stands for all in which an action of this rank is the same."""
         resharding = self.resharding
         hosts_end = not {0, self.schedule.num_stages - 1}.isdisjoint(self.stages)
         # a tied embedding is in torch's root, which a forward gathers again after a backward
         gathers_root = resharding.drops_weights and self.is_tied and hosts_end
         keeps_head = resharding.drops_weights and not self.is_tied
         progress: list[Progress] = []
-        for slot, own in enumerate(situation.progress):
+        for slot, own in enumerate(state.progress):
             # another stage's forward changes nothing that this one's bytes depend on
-            has_run = own.has_run and slot == situation.slot
+            has_run = own.has_run and slot == state.slot
             # the second average of a step exists beside the first one, which became the gradient
             repeated = own.repeated and resharding.averages_every_backward
             progress.append(own._replace(has_run=has_run, repeated=repeated))
-        return situation._replace(
-            after_forward=situation.after_forward and gathers_root,
-            head_gathered=situation.head_gathered and keeps_head,
+        return state._replace(
+            after_forward=state.after_forward and gathers_root,
+            head_gathered=state.head_gathered and keeps_head,
             # torch keeps the input of a reduce-scatter until the next one (reduce_scatter_states)
-            last_backward=situation.last_backward if resharding.shards_gradients else None,
+            last_backward=state.last_backward if resharding.shards_gradients else None,
             progress=tuple(progress),
         )
 
@@ -71,7 +71,7 @@ class Hosting:
 class Computation(NamedTuple):
     """Everything that decides the bytes, FLOPs and transfers of a computation."""
 
-    situation: Situation
+    state: StepState
     is_received: bool
     """Whether its input comes from another rank."""
     is_sent: bool
@@ -80,12 +80,12 @@ class Computation(NamedTuple):
     @property
     def slot(self) -> int:
         """The stage's index among the rank's stages."""
-        return self.situation.slot
+        return self.state.slot
 
     @property
     def kind(self) -> Kind:
         """The kind of its action."""
-        return self.situation.kind
+        return self.state.kind
 
 
 class Message(NamedTuple):
@@ -139,8 +139,8 @@ def _placed_steps(actions: Sequence[Action], hosting: Hosting) -> Iterator[Place
     for place, action in enumerate(actions):
         if action.kind in COMPUTATIONS:
             turn = next(turns)
-            situation = hosting.representative(turn.situation)
-            before = Computation(situation, turn.is_received, turn.is_sent)
+            state = hosting.representative(turn.state)
+            before = Computation(state, turn.is_received, turn.is_sent)
             latest = place
             yield PlacedStep(place, before)
             # the engine drops what it sent after the next computation (_forget_sent)
@@ -164,7 +164,7 @@ def _places_of_computations(actions: Sequence[Action]) -> list[int]:
 
 def _name_of_peak(before: Computation | None) -> tuple[int, Kind, bool] | None:
     """Return what names a peak that follows a computation: see ``Message.after``."""
-    return None if before is None else (before.slot, before.kind, before.situation.is_last)
+    return None if before is None else (before.slot, before.kind, before.state.is_last)
 
 
 def covering_actions(
@@ -192,7 +192,7 @@ def _next_microbatches(
     actions: Sequence[Action], places: Sequence[int], missing: Sequence[int], chosen: set[int]
 ) -> set[int]:
     """Return the microbatches to add for the first of the places ``missing`` that needs others than ``chosen``."""
-    # if none does, the situation depends on microbatches that are further away: then any others
+    # if none does, the state depends on microbatches that are further away: then any others
     for place in (*missing, *places):
         around = _around(actions, places, place)
         if not around <= chosen:

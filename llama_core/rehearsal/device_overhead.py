@@ -139,7 +139,7 @@ def _streams_bytes(profile: MemoryProfile) -> int:
 def _repeated_heads_bytes(work: Work, pp_rank: int) -> int:
     """Return the bytes of the repeated heads of all layers in flight; ring attention, block by block, keeps none."""
     plan = work.plan
-    if not work.kernel.repeats_heads(is_narrow=work.precision != "fp32"):
+    if not work.kernel.repeats_heads(has_16_bits=work.precision != "fp32"):
         return 0
     missing = (work.spec.q_size - work.spec.kv_size) // plan.tp
     one_layer = 2 * work.setting.tokens * missing * work.itemsize

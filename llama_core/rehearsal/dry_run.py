@@ -82,7 +82,7 @@ class DryRunResult:
         return max(self.ranks, key=lambda result: result.profile.peak_bytes)
 
     @property
-    def leanest(self) -> RankResult:
+    def least_full(self) -> RankResult:
         """The rank with the lowest peak."""
         return min(self.ranks, key=lambda result: result.profile.peak_bytes)
 
@@ -114,7 +114,7 @@ class DryRunResult:
     def summary(self) -> str:
         """Return the result in one line."""
         where = f" on rank {self.rank}" if len(self.ranks) > 1 else ""
-        least = f" (lowest {format_bytes(self.leanest.profile.peak_bytes)})" if len(self.ranks) > 1 else ""
+        least = f" (lowest {format_bytes(self.least_full.profile.peak_bytes)})" if len(self.ranks) > 1 else ""
         return (
             f"peak {format_bytes(self.profile.peak_bytes)} in the {self.profile.peak_phase}{where}{least}, "
             f"{self.flops / TFLOP:.2f} TFLOP per step; counted in {format_duration(self.seconds)}"
@@ -126,7 +126,7 @@ class DryRunResult:
             "seconds": self.seconds,
             "device": self.device,
             "fullest_rank": self.rank,
-            "leanest_rank": self.leanest.rank,
+            "least_full_rank": self.least_full.rank,
             "ranks": [result.as_dict() for result in self.ranks],
             "order": self.order and self.order.as_dict(),
         }

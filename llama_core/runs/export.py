@@ -42,7 +42,7 @@ from llama_core.runs.loading import load_config
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's template, which takes precedence over one in ``tokenizer_config.json``."""
-_BESIDE_TOKENIZER = (
+_WITH_TOKENIZER = (
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
@@ -107,7 +107,7 @@ def export_run(
     names = ", ".join(path.name for path in others)
     tell(f"{f'the mean of {names} and ' if others else ''}{checkpoint} in {dtype}")
     try:
-        with new_folder_beside(out.absolute()) as writing:
+        with staging_folder(out.absolute()) as writing:
             tokenizer = _own_tokenizer(run, config, tell)
             generation = generation_config(checkpoint)
             if tokenizer is not None:
@@ -116,7 +116,7 @@ def export_run(
                 generation = _with_every_end(generation, checkpoint, config, tokenizer, tell)
             if _is_for_peft(config.spec) and not merged:
                 if tokenizer is not None:
-                    _write_ends_beside_base(checkpoint, writing, generation, tokenizer, tell)
+                    _write_ends_for_adapters(checkpoint, writing, generation, tokenizer, tell)
                 _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
             else:
                 _write_json(writing / GENERATION_CONFIG, generation)
@@ -131,7 +131,7 @@ def export_run(
 
 
 @contextmanager
-def new_folder_beside(out: Path) -> Iterator[Path]:
+def staging_folder(out: Path) -> Iterator[Path]:
     """Yield a new folder, which is removed at the end unless it has been renamed; remove what killed exports left."""
     for left in out.parent.glob(f".{glob.escape(out.name)}.*{_WRITING}"):
         with suppress(OSError):  # another export holds the lock
@@ -213,7 +213,7 @@ def _write_model(
     tell: Callable[[str], None],
 ) -> None:
     with importing_torch():
-        from llama_core.training.weights import write_hugging_face
+        from llama_core.training.stored_weights import write_hugging_face
 
     if config.spec.lora is not None:
         tell(f"adapters added to {_base(origin_of(checkpoint), config)}")
@@ -236,7 +236,7 @@ def _write_adapters(
     tell: Callable[[str], None],
 ) -> None:
     with importing_torch():
-        from llama_core.training.weights import write_adapters
+        from llama_core.training.stored_weights import write_adapters
 
     origin = origin_of(checkpoint)
     tell(f"adapters over {_base(origin, config)}")
@@ -286,9 +286,9 @@ def _write_tokenizer(tokenizer: Tokenizer, data: DataConfig, folder: Path, tell:
     is_sentencepiece = file.suffix == SENTENCEPIECE.suffix
     if not _copy(file, folder / (SENTENCEPIECE if is_sentencepiece else "tokenizer.json"), tell):
         return
-    for beside in (file.with_name(name) for name in _BESIDE_TOKENIZER if not (folder / name).exists()):
-        if beside.exists():
-            _copy(beside, folder / beside.name, tell)
+    for companion in (file.with_name(name) for name in _WITH_TOKENIZER if not (folder / name).exists()):
+        if companion.exists():
+            _copy(companion, folder / companion.name, tell)
     _copy_other_templates(file.with_name(CHAT_TEMPLATES), folder / CHAT_TEMPLATES, tell)
     if not is_sentencepiece and not (folder / TOKENIZER_CONFIG).exists():
         names = {token["id"]: token["content"] for token in json.loads(read_file(file))["added_tokens"]}
@@ -364,7 +364,7 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE))
 
 
-def _write_ends_beside_base(
+def _write_ends_for_adapters(
     checkpoint: Path, folder: Path, generation: dict[str, Any], tokenizer: Tokenizer, tell: Callable[[str], None]
 ) -> None:
     """Write the ends of an adapters' model, if there are any that neither its base nor its tokenizer names."""

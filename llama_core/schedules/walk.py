@@ -24,7 +24,7 @@ class Progress(NamedTuple):
     """Whether the stage has run two or more backwards."""
 
 
-class Situation(NamedTuple):
+class StepState(NamedTuple):
     """The position in the step that the bytes, FLOPs and transfers of an action depend on."""
 
     slot: int
@@ -62,7 +62,7 @@ class Turn(NamedTuple):
     """An action of a rank, and the rank around it."""
 
     action: Action
-    situation: Situation
+    state: StepState
     held: Held
     is_received: bool
     """Whether its input comes from another rank."""
@@ -89,8 +89,8 @@ def walk(
     for place, action in enumerate(actions):
         messages = (place > 0 and sent[place - 1]) + (place + 1 < len(actions) and received[place + 1])
         state.begin(action)
-        situation = state.situation(action, is_last=place == last_places[action.kind])
-        yield Turn(action, situation, state.held(messages), received[place], sent[place])
+        step_state = state.step_state(action, is_last=place == last_places[action.kind])
+        yield Turn(action, step_state, state.held(messages), received[place], sent[place])
         state.end(action)
 
 
@@ -116,9 +116,9 @@ class _State:
         self.head_gathered = False
         self.last_backward: int | None = None
 
-    def situation(self, action: Action, *, is_last: bool) -> Situation:
-        """Return the situation of an action that begins."""
-        return Situation(
+    def step_state(self, action: Action, *, is_last: bool) -> StepState:
+        """Return the state in which an action begins."""
+        return StepState(
             self.slots[action.stage],
             action.kind,
             is_last,

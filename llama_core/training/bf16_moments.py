@@ -151,17 +151,17 @@ def _update(chunk: _Chunk, bits: Tensor, one: MomentsUpdate) -> None:
     round_stochastically(wide_second, bits.bitwise_right_shift_(DROPPED_BITS).bitwise_and_(_LOW), chunk.second)
 
 
-def round_stochastically(wide: Tensor, bits: Tensor, narrow: Tensor) -> None:
+def round_stochastically(wide: Tensor, bits: Tensor, rounded: Tensor) -> None:
     """Round numbers to bf16: added to what bf16 drops, random bits carry as often as its value says.
 
     Args:
         wide: the numbers, which are overwritten if they are fp32.
         bits: as many int32 numbers from 0 to 2**16 - 1.
-        narrow: bf16, which is set to the result.
+        rounded: bf16, which is set to the result.
     """
     sums = wide.float().view(torch.int32).add_(bits)
     upper_halves = sums.view(torch.int16)[..., 1::2]  # the machines of PyTorch store the lower half first
-    narrow.view(torch.int16).copy_(upper_halves)
+    rounded.view(torch.int16).copy_(upper_halves)
 
 
 def _chunks(one: MomentsUpdate) -> Iterator[_Chunk]:

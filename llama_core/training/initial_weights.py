@@ -11,7 +11,7 @@ from llama_core.records.checkpoints import checkpoint_name
 from llama_core.records.directory import RunDirectory
 from llama_core.training.checkpoint import refuse_damaged_together
 from llama_core.training.engine import Engine
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 
 class InitialWeights:

@@ -34,7 +34,7 @@ def build(groups: list[dict[str, Any]], training: TrainingConfig) -> "Muon":
             "betas": (training.beta1, training.beta2),
             "eps": training.epsilon,
         },
-        narrow=training.precision != "fp32",
+        in_bf16=training.precision != "fp32",
         moments=Bf16Moments(groups, training.seed) if training.moments == "bf16" else None,
     )
 
@@ -47,7 +47,7 @@ class Muon(KeepsDtypes):
     Args:
         groups: groups of parameters, each with the name of what updates it.
         defaults: settings of groups that have none of their own.
-        narrow: orthogonalise in bf16, and send updates in it; otherwise in the gradients' own dtype.
+        in_bf16: orthogonalise in bf16, and send updates in it; otherwise in the gradients' own dtype.
         moments: updates what AdamW does if its moments are bf16; None if they are fp32.
     """
 
@@ -56,10 +56,10 @@ class Muon(KeepsDtypes):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, groups: list[dict[str, Any]], defaults: dict[str, Any], *, narrow: bool, moments: Bf16Moments | None
+        self, groups: list[dict[str, Any]], defaults: dict[str, Any], *, in_bf16: bool, moments: Bf16Moments | None
     ) -> None:
         super().__init__(groups, defaults)
-        self.narrow = narrow
+        self.in_bf16 = in_bf16
         self.moments = moments
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class Muon(KeepsDtypes):
             weight.mul_(1 - happens * group["lr"] * group["weight_decay"])
             matrices += matrices_of(parameter, update)
             weights += [weight] if parameter.ndim == 2 else weight.unbind()
-        dtype = torch.bfloat16 if self.narrow else happens.dtype
+        dtype = torch.bfloat16 if self.in_bf16 else happens.dtype
         for place, direction in at_owners(matrices, orthogonalised, work=lambda shape: flops(*shape), dtype=dtype):
             weight = weights[place]
             length = group["lr"] * scale(matrices[place].shape)

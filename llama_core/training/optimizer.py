@@ -39,7 +39,7 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
     group.
     """
     kind = OPTIMIZERS.named(training.optimizer)
-    is_narrow = kind.with_moments(training.moments) is kind.narrow
+    has_bf16_moments = kind.with_moments(training.moments) is kind.with_bf16_moments
     has_decay = "weight_decay" in kind.keys
     scaled = model.spec if isinstance(model, Llama) and model.spec.base else None
     groups: dict[tuple[float, float, float, str], dict[str, nn.Parameter]] = defaultdict(dict)
@@ -56,7 +56,7 @@ def parameter_groups(model: nn.Module, training: TrainingConfig) -> list[dict[st
         | ({RATE: rate} if kind.rates or scaled else {})
         | ({"eps": epsilon * training.epsilon} if scaled else {})
         | ({UPDATED_BY: updated_by} if kind.others else {})
-        | ({NAMES: list(parameters)} if is_narrow else {})
+        | ({NAMES: list(parameters)} if has_bf16_moments else {})
         for (decay, rate, epsilon, updated_by), parameters in groups.items()
     ]
 

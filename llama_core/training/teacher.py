@@ -22,7 +22,7 @@ from llama_core.training.inputs import StepInputs
 from llama_core.training.parts.activity import ActivityLog
 from llama_core.training.parts.stop import StopRequest
 from llama_core.training.reference import References, measured
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 
 def refer_to_teacher(

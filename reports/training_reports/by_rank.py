@@ -34,7 +34,7 @@ def memory_by_rank(contents: RunContents) -> Iterator[Panel]:
     by_rank = len(groups) == plan.world_size
     told = "; ".join(f"{'rank' if by_rank else 'ranks'} {label}: {_in_words(peaks)}" for label, peaks in groups.items())
     if not by_rank:
-        notes.insert(0, "Each group is a pipeline stage; a line goes from its fullest rank down to its leanest.")
+        notes.insert(0, "Each group is a pipeline stage; a line goes from its fullest rank down to its least full one.")
     if plan.world_size > plan.pp:
         notes.append("Ranks of one pipeline stage share their prediction.")
     figure = draw(groups, "rank" if by_rank else "ranks of each pipeline stage")

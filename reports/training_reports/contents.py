@@ -199,7 +199,7 @@ class RunContents:
         return None if self.training is None else self.training.memory_added_bytes
 
     @property
-    def measured_beside(self) -> dict[str, int]:
+    def measured_outside(self) -> dict[str, int]:
         """Bytes taken from the device, or by the process, beside ``measured_bytes``, by part."""
         if self.training is None or not self.training.memory_reserved_bytes:
             return {}
@@ -209,7 +209,7 @@ class RunContents:
         return {name: size for name, size in parts.items() if size}
 
     @property
-    def estimated_beside(self) -> dict[str, int]:
+    def estimated_outside(self) -> dict[str, int]:
         """Estimated bytes that a rank on the CPU holds beside its tensors, by part; empty on CUDA."""
         host = (self.estimate or {}).get("host") or {"on_cuda": True}
         return {} if host["on_cuda"] else {name: size for name, size in host["parts"].items() if name != "tensors"}
@@ -217,7 +217,7 @@ class RunContents:
     @property
     def predictions_alive(self) -> Iterator[tuple[str, str, JsonRecord | None]]:
         """``predictions`` of the memory alive; on the CPU, with copies that are neither freed nor the process's own."""
-        copies = {name: size for name, size in self.estimated_beside.items() if name not in {"process", FREED}}
+        copies = {name: size for name, size in self.estimated_outside.items() if name not in {"process", FREED}}
         for how, field, profile in self.predictions:
             yield how, field, profile and _with(profile, copies)
 

@@ -43,7 +43,7 @@ CATEGORY_COLORS = {
 }
 """Colour of each memory category, in stacking order."""
 
-BESIDE_COLORS = {"process": TAUPE, FREED: STEEL}
+OUTSIDE_COLORS = {"process": TAUPE, FREED: STEEL}
 """Colour of each part of the memory taken beside the memory alive."""
 
 MEASURED = "all categories"
@@ -66,8 +66,8 @@ def memory_comparison_panel(contents: RunContents) -> Panel:
         notes.append(
             f"The measurement is the peak of {contents.measure_of_memory}, less its value before the model was built."
         )
-    outside = {name: size for name, size in contents.estimated_beside.items() if name in BESIDE_COLORS}
-    beside = {"estimated": outside, "rehearsed": outside, "measured": contents.measured_beside}
+    outside = {name: size for name, size in contents.estimated_outside.items() if name in OUTSIDE_COLORS}
+    outside_tensors = {"estimated": outside, "rehearsed": outside, "measured": contents.measured_outside}
     if contents.training and contents.training.memory_process_bytes:
         notes.append(
             f"The whole process took {format_bytes(contents.training.memory_reserved_bytes)}, including its libraries "
@@ -77,7 +77,7 @@ def memory_comparison_panel(contents: RunContents) -> Panel:
     figure = None
     if peaks:
         (_, _, estimated), (_, _, rehearsed) = predictions
-        figure = memory_comparison(estimated, rehearsed, measured, beside)
+        figure = memory_comparison(estimated, rehearsed, measured, outside_tensors)
         notes.insert(0, f"Peaks: {summary}.")
     title = "Peak memory: estimated, rehearsed, measured"
     return Panel(title, figure, summary, notes + _fit(contents), wide=True, height_px=HEIGHT_PX)
@@ -117,7 +117,7 @@ def memory_comparison(
     estimated: Profile | None,
     rehearsed: Profile | None,
     measured_bytes: float | None,
-    beside: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+    outside: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
 ) -> go.Figure:
     """Return the estimated, rehearsed and measured peaks as bars side by side; an argument of None has no bar.
 
@@ -128,7 +128,7 @@ def memory_comparison(
         estimated: the estimate.
         rehearsed: the dry run.
         measured_bytes: the most bytes alive.
-        beside: bytes taken beside those alive, by part, for ``estimated``, ``rehearsed`` and ``measured``.
+        outside: bytes taken beside those alive, by part, for ``estimated``, ``rehearsed`` and ``measured``.
     """
     profiles = {
         label: profile for label, profile in (("estimated", estimated), ("rehearsed", rehearsed)) if profile is not None
@@ -136,7 +136,7 @@ def memory_comparison(
     peaks = {label: profile["peak_bytes"] for label, profile in profiles.items()}
     if measured_bytes is not None:
         peaks["measured"] = measured_bytes
-    parts = {label: beside.get(label, {}) for label in peaks}
+    parts = {label: outside.get(label, {}) for label in peaks}
     totals = {label: peak + sum(parts[label].values()) for label, peak in peaks.items()}
     size, unit = memory_unit(max(totals.values(), default=0))
     rows = {
@@ -157,6 +157,6 @@ def memory_comparison(
         add_bar(figure, {rows["measured"]: measured_bytes / size}, MEASURED, GREY, unit, has_legend=False)
     for part in dict.fromkeys(part for own in parts.values() for part in own):
         lengths = {rows[label]: own.get(part, 0) / size for label, own in parts.items()}
-        add_bar(figure, lengths, part, BESIDE_COLORS.get(part, GREY), unit)
+        add_bar(figure, lengths, part, OUTSIDE_COLORS.get(part, GREY), unit)
     stack_bars(figure, list(rows.values()), f"peak memory per rank ({unit})")
     return figure

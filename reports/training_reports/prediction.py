@@ -111,12 +111,12 @@ def _best(fitting: Sequence[ComparisonRow]) -> list[Card]:
     if not fitting:
         return [Card("Fastest", None, "", ["No element fits."])]
     fastest = fitting[0]
-    leanest = min(fitting, key=lambda one: one.memory_bytes or 0)
+    smallest = min(fitting, key=lambda one: one.memory_bytes or 0)
     rate = number(fastest.tokens_per_second, "{:,.0f}").text
-    peak, unit = format_bytes(leanest.memory_bytes or 0).split(" ")
+    peak, unit = format_bytes(smallest.memory_bytes or 0).split(" ")
     return [
         Card("Fastest", rate, "tokens/s predicted", [fastest.name, fastest.plan]),
-        Card("Least memory", peak, f"{unit} estimated", [leanest.name, leanest.plan]),
+        Card("Least memory", peak, f"{unit} estimated", [smallest.name, smallest.plan]),
     ]
 
 

@@ -46,13 +46,13 @@ def _best(timed: Mapping[str, BenchmarkRecord]) -> list[Card]:
     if not timed:
         return [Card("Fastest", None, "", ["No element has been timed yet."])]
     fastest = next(iter(timed))
-    leanest = min(timed, key=lambda name: timed[name].memory_added_bytes)
+    smallest = min(timed, key=lambda name: timed[name].memory_added_bytes)
     slow, fast = timed[fastest].throughput_quartiles
     rate = f"{timed[fastest].tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
-    peak, unit = format_bytes(timed[leanest].memory_added_bytes).split(" ")
+    peak, unit = format_bytes(timed[smallest].memory_added_bytes).split(" ")
     return [
         Card("Fastest", rate, "tokens/s", [fastest, *_overlaps(timed)]),
-        Card("Least memory", peak, f"{unit} measured", [leanest]),
+        Card("Least memory", peak, f"{unit} measured", [smallest]),
     ]
 
 

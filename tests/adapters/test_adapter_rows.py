@@ -17,7 +17,7 @@ from llama_core.hugging_face.peft import ADAPTER_CONFIG, adapter_json, adapter_w
 from llama_core.hugging_face.peft import ADAPTERS as FILE
 from llama_core.models.adapters import method_of
 from llama_core.models.llama import Llama, build_llama, initialize_weights, with_adapters
-from llama_core.weights import INPUTS, OUTPUTS
+from llama_core.weight_rows import INPUTS, OUTPUTS
 
 KINDS = [*ADAPTERS.values(), FACTORS]
 

@@ -48,7 +48,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.runs.export import export_run
 from llama_core.runs.loading import load_config
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 PROMPT = "Once upon"
 NUM_TOKENS = 24

@@ -14,7 +14,7 @@ from llama_core.evaluation.harness.limits import quiet
 from llama_core.evaluation.harness.model import HarnessModel
 from llama_core.evaluation.harness.named_tasks import NamedTasks
 from llama_core.hugging_face.generation_config import end_tokens, generation_config
-from llama_core.training.weights import whole_model
+from llama_core.training.stored_weights import whole_model
 
 CLOSE = {"rel": 1e-4, "abs": 1e-4}
 

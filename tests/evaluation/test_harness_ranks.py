@@ -9,7 +9,7 @@ from llama_core.errors import DataError
 from llama_core.evaluation.generate import find_model
 from llama_core.evaluation.inference.divided import EvaluatingRanks
 from llama_core.planning.plan import ParallelPlan
-from llama_core.training.weights import whole_model
+from llama_core.training.stored_weights import whole_model
 
 
 def answers(folder, tasks, plan):

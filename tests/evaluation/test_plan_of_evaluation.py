@@ -18,7 +18,7 @@ from llama_core.models.batch import Batch
 from llama_core.planning.inference import EvaluationForward, evaluation_bytes
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.byte_counter import ByteCounter
-from llama_core.training.weights import whole_model
+from llama_core.training.stored_weights import whole_model
 
 
 def config(model, gpu_type="h100", *, force=False, num_nodes=1, **evaluation):

@@ -219,7 +219,7 @@ def test_jobs_of_evaluations_that_it_would_refuse_are_told_before_a_run_begins(d
 def test_it_describes_itself_and_evaluates_where_its_jobs_do(depot):
     config = RunConfig.from_mapping({"launch": IN_DEPOT})
     assert validate_environment(config).facts["depot"] == str(depot)
-    assert evaluating_device(config, beside_ranks=True) == "cpu"
+    assert evaluating_device(config, while_training=True) == "cpu"
     assert EvaluationConfig().device == "auto"
 
 

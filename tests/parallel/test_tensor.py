@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from llama_core.config import models
 from llama_core.models.llama import Llama
 from llama_core.parallel.tensor import apply_tensor_parallel
-from llama_core.weights import Weight
+from llama_core.weight_rows import Weight
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 
 import llama_core.planning.memory.estimate as estimating
-import llama_core.planning.memory.situations as situating
+import llama_core.planning.memory.step_states as walked
 import llama_core.planning.plan as planning
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import model_spec
@@ -62,8 +62,8 @@ def test_the_longest_step_is_planned_from_short_ones(monkeypatch):
         return real(*args, num_microbatches=num_microbatches, **sizes)
 
     monkeypatch.setattr(planning, "remembered_schedule", build)
-    monkeypatch.setattr(situating, "remembered_schedule", build)
-    situating.situations.cache_clear()
+    monkeypatch.setattr(walked, "remembered_schedule", build)
+    walked.step_states.cache_clear()
     config = RunConfig.from_mapping(
         {
             "parallel": {"gpus": 8, "pp": 4, "num_microbatches": MAX_MICROBATCHES},
@@ -89,20 +89,20 @@ def test_a_short_step_has_the_memory_of_the_whole(monkeypatch, schedule, num_mic
     ("schedule", "num_chunks"),
     [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("chimera", 1), ("zb_h1", 1), ("zbv", 1)],
 )
-def test_situations_that_are_left_out_hold_no_more_than_those_that_are_not(monkeypatch, schedule, num_chunks):
+def test_states_that_are_left_out_hold_no_more_than_those_that_are_not(monkeypatch, schedule, num_chunks):
     plan = ParallelPlan(pp=4, schedule=schedule, num_chunks=num_chunks, num_microbatches=16, microbatch_size=2)
     work = Work(model_spec("tiny_llama3_50m"), plan, 128, "fp32", "mask")
     few = estimating.estimate_ranks(work)
-    monkeypatch.setattr(estimating, "situations", situating.situations.__wrapped__)
-    monkeypatch.setattr(situating, "_fullest", list)
+    monkeypatch.setattr(estimating, "step_states", walked.step_states.__wrapped__)
+    monkeypatch.setattr(walked, "_fullest", list)
     assert few == estimating.estimate_ranks(work)
 
 
-def test_a_longer_pipeline_has_no_more_situations():
+def test_a_longer_pipeline_has_no_more_states():
     def count(num_ranks):
         sizes = {"num_ranks": num_ranks, "num_microbatches": 3 * num_ranks, "num_chunks": 1, "num_skipped": 0}
-        ranks = [situating.situations("1f1b", pp_rank=rank, **sizes) for rank in (0, num_ranks // 2)]
-        return [len(moments) for situations in ranks for _, moments in situations]
+        ranks = [walked.step_states("1f1b", pp_rank=rank, **sizes) for rank in (0, num_ranks // 2)]
+        return [len(moments) for states in ranks for _, moments in states]
 
     assert count(32) == count(8)
 

@@ -16,7 +16,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import search
 from llama_core.planning.search.candidates import Candidates
 from llama_core.planning.search.fitting import Fitting
-from llama_core.planning.search.leanest import NothingFitsError, least_devices
+from llama_core.planning.search.least_memory import NothingFitsError, least_devices
 from llama_core.planning.search.lower_bounds import Bounds
 from llama_core.planning.time.communication import communication
 from llama_core.planning.time.compute import MEMORY_SHARE

@@ -17,7 +17,7 @@ from llama_core.planning.search.auto import choose_plan, search
 from llama_core.planning.search.candidates import Candidates
 from llama_core.planning.search.choice import NOTICEABLE
 from llama_core.planning.search.fitting import Fitting
-from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.planning.search.least_memory import NothingFitsError
 from llama_core.planning.search.search import Search
 from llama_core.planning.work import Work
 from llama_core.schedules.chimera import CHIMERA

@@ -411,11 +411,11 @@ def test_ranks_differ_only_by_their_place_in_the_pipeline(plan, tolerance):
         assert (furthest.pp_rank, furthest.flops) == (stand_in.pp_rank, stand_in.flops)
 
 
-def test_the_result_lists_every_rank_and_names_the_fullest_and_the_leanest():
+def test_the_result_lists_every_rank_and_names_the_fullest_and_the_least_full():
     result = rehearse(medium(), pipeline("1f1b", pp=4, num_microbatches=8))
     peaks = [rank.profile.peak_bytes for rank in result.ranks]
     assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
-    assert (result.fullest.profile.peak_bytes, result.leanest.profile.peak_bytes) == (max(peaks), min(peaks))
+    assert (result.fullest.profile.peak_bytes, result.least_full.profile.peak_bytes) == (max(peaks), min(peaks))
     record = result.as_dict()
     assert [rank["peak_bytes"] for rank in record["ranks"]] == peaks
     assert (record["peak_bytes"], record["rank"]) == (max(peaks), result.rank)

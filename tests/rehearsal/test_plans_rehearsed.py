@@ -13,7 +13,7 @@ from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.auto import search
-from llama_core.planning.search.leanest import NothingFitsError
+from llama_core.planning.search.least_memory import NothingFitsError
 from llama_core.planning.work import Work
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.schedules.registry import schedule_names, schedule_type

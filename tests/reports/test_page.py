@@ -305,7 +305,7 @@ def test_on_a_cpu_predictions_count_the_checkpoint_copy_and_bars_go_on_with_the_
     assert "The whole process took 4.00 GiB" in text
     assert "Host memory of a node: about 8.00 GiB; each of 2 ranks takes process 500.00 MiB" in text
     contents = RunContents.read(run)
-    assert contents.measured_beside == {"process": GIB, "freed memory": GIB}
+    assert contents.measured_outside == {"process": GIB, "freed memory": GIB}
     panel = memory_comparison_panel(contents)
     ends = {label: sum(x for bar in panel.figure.data for x, y in zip(bar.x, bar.y, strict=True) if y.startswith(label))
             for label in ("estimated", "measured")}  # fmt: skip

@@ -39,7 +39,7 @@ def test_a_rank_holds_what_went_forward_and_has_not_come_back_but_for_the_microb
 def test_a_stage_has_all_gradients_once_a_backward_is_whole_and_those_of_its_tables_before(schedule, data):
     actions, stages, turns = walked(schedule, data)
     for number, turn in enumerate(turns):
-        for stage, progress in zip(stages, turn.situation.progress, strict=True):
+        for stage, progress in zip(stages, turn.state.progress, strict=True):
             run = {action.kind for action in actions[:number] if action.stage == stage}
             assert progress.has_run == (Kind.FORWARD in run)
             assert (progress.accumulated == "all") == bool(run & {Kind.BACKWARD, Kind.WEIGHT_GRADIENT})
@@ -52,9 +52,9 @@ def test_the_head_stays_gathered_from_its_forward_to_the_ranks_next_backward(sch
     actions, stages, turns = walked(schedule, data)
     for number, turn in enumerate(turns):
         since = list(takewhile(lambda action: action.kind not in BACKWARDS, reversed(actions[:number])))
-        assert turn.situation.head_gathered == any(action.stage == schedule.num_stages - 1 for action in since)
+        assert turn.state.head_gathered == any(action.stage == schedule.num_stages - 1 for action in since)
         behind = actions[number - len(since) - 1] if len(since) < number else None
-        assert turn.situation.last_backward == (None if behind is None else stages.index(behind.stage))
+        assert turn.state.last_backward == (None if behind is None else stages.index(behind.stage))
 
 
 @given(any_schedule, st.data())

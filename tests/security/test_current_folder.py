@@ -129,7 +129,7 @@ def test_prefect_takes_no_settings_of_somebody_else(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.nightly
-def test_no_rank_of_a_twin_takes_one(run):
+def test_no_rank_of_a_parity_check_takes_one(run):
     assert run("-c", TWIN) == "[0, 1]\n"
 
 
@@ -145,7 +145,7 @@ COMMANDS = (
     "models",
     "validate-environment --config run.yaml",
     "estimate-memory --config run.yaml",
-    "dry-run --config run.yaml --twin",
+    "dry-run --config run.yaml --parity",
     "tokenize --config texts.yaml --workers 2",
     "train --config texts.yaml --run-dir run",
     "train --config texts.yaml --run-dir run --resume --steps 4",

@@ -103,7 +103,7 @@ class Played:
 def play(monkeypatch, *losses):
     names = ("learning_rate=0.0001", "learning_rate=0.001", "learning_rate=0.01")
     by_name = dict(zip(names, losses, strict=True))
-    monkeypatch.setattr(steps, "evaluations_of", lambda run, config, *, beside_ranks: Played(run, by_name))
+    monkeypatch.setattr(steps, "evaluations_of", lambda run, config, *, while_training: Played(run, by_name))
     monkeypatch.setattr(evaluations, "LOOK_SECONDS", 0.0)
 
 

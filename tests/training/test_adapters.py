@@ -16,7 +16,7 @@ from parity import draw_adapters, native_engine
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from same_logits import TOKENS, assert_same_logits, logits
-from test_weights import (
+from test_stored_weights import (
     ALONE,
     PLANS,
     UNTIED,
@@ -38,7 +38,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained
 from llama_core.runs.export import export_run
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 pytestmark = pytest.mark.xdist_group("adapters")
 
@@ -284,7 +284,7 @@ MERGE_UNDER_A_LIMIT = """
 import resource, sys
 from pathlib import Path
 from llama_core.config.run import RunConfig
-from llama_core.training.weights import write_hugging_face
+from llama_core.training.stored_weights import write_hugging_face
 
 checkpoint, more = Path(sys.argv[1]), int(sys.argv[2])
 spec = RunConfig.load(checkpoint / "config.yaml").spec

@@ -10,7 +10,7 @@ from distributed import run_ranks
 from parity import draw_adapters, native_engine
 from peft import LoraConfig, PeftModel, get_peft_model
 from same_logits import TOKENS, assert_same_logits, logits
-from test_weights import (
+from test_stored_weights import (
     ALONE,
     PLANS,
     UNTIED,
@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM
 from llama_core.config.run import RunConfig
 from llama_core.hugging_face.pretrained import check_pretrained
 from llama_core.runs.export import export_run
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 pytestmark = pytest.mark.xdist_group("dora")
 

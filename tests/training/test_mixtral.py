@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from parity import native_engine
 from same_logits import TOKENS
-from test_weights import ALONE, differing, filled, lively, save_folder, save_run, train
+from test_stored_weights import ALONE, differing, filled, lively, save_folder, save_run, train
 from tiers import nightly
 from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -20,7 +20,7 @@ from llama_core.hugging_face.pretrained import check_pretrained, resolve_pretrai
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.runs.export import export_run
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
 SIZES |= {"vocab_size": 66, "tied_embeddings": False, "max_context": 64}

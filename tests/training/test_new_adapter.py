@@ -10,7 +10,7 @@ import torch
 import toy_adapter
 from distributed import run_ranks
 from one_batch import ROWS, SEQ_LEN, OneBatch
-from test_weights import filled
+from test_stored_weights import filled
 from tiers import cases, nightly
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata

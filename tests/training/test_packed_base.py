@@ -7,7 +7,17 @@ from distributed import run_ranks
 from parity import native_engine
 from peft import PeftModel
 from same_logits import TOKENS, assert_same_logits, logits
-from test_weights import ALONE, differing, filled, lively, logits_of_transformers, new_run, save_folder, save_run, train
+from test_stored_weights import (
+    ALONE,
+    differing,
+    filled,
+    lively,
+    logits_of_transformers,
+    new_run,
+    save_folder,
+    save_run,
+    train,
+)
 from transformers import LlamaForCausalLM
 
 from llama_core.config.run import RunConfig
@@ -17,7 +27,7 @@ from llama_core.models import nf4
 from llama_core.models.llama import packed_modules
 from llama_core.planning.plan import ParallelPlan
 from llama_core.runs.export import export_run
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 SIZES = {
     "num_layers": 2,

@@ -9,7 +9,7 @@ from distributed import run_ranks
 from parity import native_engine
 from peft import LoraConfig, PeftModel, get_peft_model
 from same_logits import TOKENS, assert_same_logits, logits
-from test_weights import (
+from test_stored_weights import (
     ALONE,
     PLANS,
     UNTIED,
@@ -30,7 +30,7 @@ from llama_core.errors import ConfigError, WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained
 from llama_core.models import pissa
 from llama_core.runs.export import export_run
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 pytestmark = pytest.mark.xdist_group("pissa")
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from same_logits import TOKENS
 from test_packed_base import SIZES, request, trained
-from test_weights import filled, lively, logits_of_transformers, save_folder
+from test_stored_weights import filled, lively, logits_of_transformers, save_folder
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from llama_core.config.config_json.reading import read_folder
@@ -20,7 +20,7 @@ from llama_core.hugging_face.pretrained import check_pretrained, where_stored
 from llama_core.models import nf4
 from llama_core.models.llama import packed_modules
 from llama_core.runs.export import export_run
-from llama_core.training.weights import whole_model
+from llama_core.training.stored_weights import whole_model
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

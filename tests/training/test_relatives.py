@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import native_engine
 from same_logits import TOKENS
-from test_weights import filled, save_run
+from test_stored_weights import filled, save_run
 from transformers import (
     AutoModelForCausalLM,
     MistralConfig,
@@ -19,7 +19,7 @@ from llama_core.errors import ConfigError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.runs.export import export_run
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 SIZES = {
     "vocab_size": 66,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from parity import native_engine
-from test_weights import save_folder
+from test_stored_weights import save_folder
 from tiers import cases, nightly
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_objective import MASKED

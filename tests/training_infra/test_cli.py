@@ -928,13 +928,13 @@ def test_a_dry_run_under_deepspeed_is_the_estimate_alone_and_says_so(shell):
 
 
 @pytest.mark.nightly
-def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_a_twin(shell):
+def test_a_dry_run_of_a_pipeline_shows_every_rank_a_verdict_and_parity(shell):
     flags = ("--gpus=4", "--tensor-parallel=2", "--pipeline-parallel=2", "--batch-size=4")
-    told = shell("dry-run", *SMALL, *flags, "--twin").stdout
+    told = shell("dry-run", *SMALL, *flags, "--parity").stdout
     rows = told[told.index("pipeline rank") :].splitlines()[1:3]
     assert [row.split()[0] for row in rows] == ["0", "1"]
     assert re.search(r"^order: +[\d,]+ calls of 4 ranks match on \d+ communicators", told, re.MULTILINE)
-    assert re.search(r"^twin: +agrees with one process over 3 steps of 4 ranks \(tp 2 x pp 2\)", told, re.MULTILINE)
+    assert re.search(r"^parity: +agrees with one process over 3 steps of 4 ranks \(tp 2 x pp 2\)", told, re.MULTILINE)
     assert re.search(r"^verdict: +peak .* fits the .* of this machine's memory$", told, re.MULTILINE)
 
 

@@ -23,7 +23,7 @@ from llama_core.models.llama import Llama, with_adapters
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
-from llama_core.training.weights import Pretrained
+from llama_core.training.stored_weights import Pretrained
 
 pytestmark = [pytest.mark.wide, pytest.mark.xdist_group("finetuning")]
 

@@ -8,7 +8,7 @@ import pytest
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.planning.search.auto import search
-from llama_core.planning.search.leanest import NothingFitsError, least_devices
+from llama_core.planning.search.least_memory import NothingFitsError, least_devices
 from training_infra.cli import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

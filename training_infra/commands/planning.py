@@ -100,22 +100,22 @@ ESTIMATE_MEMORY = Command(
 
 def _dry_run(options: argparse.Namespace) -> int:
     config = requested_config(options)
-    return rehearse(config, here=False, twin=options.twin, tokens=options.tokens, as_json=options.json)
+    return rehearse(config, here=False, parity=options.parity, tokens=options.tokens, as_json=options.json)
 
 
-def rehearse(config: RunConfig, *, here: bool, twin: bool = False, tokens: float | None = None, as_json: bool) -> int:
+def rehearse(config: RunConfig, *, here: bool, parity: bool = False, tokens: float | None = None, as_json: bool) -> int:
     """Plan and rehearse a run, print what came out, and return the exit code.
 
     Args:
         config: the run.
         here: whether it is for this machine or a launcher's nodes, not for the GPUs that it names.
-        twin: also train a tiny twin of the plan.
+        parity: also train a tiny model under the plan.
         tokens: the tokens to train on, for the cost; by default those of the configuration.
         as_json: print the record instead of tables.
     """
     from llama_core.chain.preview import preview
 
-    shown = preview(config, here=here, twin=twin, tokens=tokens)
+    shown = preview(config, here=here, parity=parity, tokens=tokens)
     if as_json:
         print_json(shown.as_dict())
         return shown.exit_code
@@ -131,8 +131,8 @@ def rehearse(config: RunConfig, *, here: bool, twin: bool = False, tokens: float
             print_line(f"the device adds to that: {rehearsed.device_overhead.summary()}")
         if rehearsed.order is not None:
             print_line(f"order:    {rehearsed.order.summary()}")
-    if shown.twin is not None:
-        print_line(f"twin:     {shown.twin.summary()}")
+    if shown.parity is not None:
+        print_line(f"parity:   {shown.parity.summary()}")
     print_host(shown.verdict)
     print_cost(planned, shown.cost)
     if expected := shown.expected:
@@ -149,14 +149,14 @@ DRY_RUN = Command(
     _dry_run,
     examples=(
         "--model llama3_8b --gpus 8 --gpu-type h200",
-        "--model tiny_llama3_50m --gpus 4 --tensor-parallel 2 --pipeline-parallel 2 --device cpu --twin",
+        "--model tiny_llama3_50m --gpus 4 --tensor-parallel 2 --pipeline-parallel 2 --device cpu --parity",
     ),
     arguments=(
         TOKENS,
         Argument(
-            "--twin",
+            "--parity",
             action="store_true",
-            help="also train a tiny twin of the plan on real processes and compare it with one process",
+            help="also train a tiny model under the plan on real processes, and compare it with one process",
         ),
     ),
     flags=FLAGS,

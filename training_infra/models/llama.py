@@ -85,7 +85,7 @@ class ParallelLlama:
 
     def module(self) -> "Llama":
         """Return the whole model as a torch module: on the meta device, or on the CPU with its trained weights."""
-        from llama_core.training.weights import whole_model
+        from llama_core.training.stored_weights import whole_model
 
         return whole_model(self.spec, self.run_dir)
 

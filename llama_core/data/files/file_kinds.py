@@ -126,7 +126,7 @@ def index_of(path: Path) -> Path | None:
     return None if kind is None or kind.index is None else kind.index(path)
 
 
-def beside(path: Path) -> tuple[Path, ...]:
+def companions(path: Path) -> tuple[Path, ...]:
     """Return where the files are that belong to a file and are no data of their own."""
     kind = kind_of(path)
     return () if kind is None else tuple(where(path) for where in (kind.index, kind.about) if where is not None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
 
-from llama_core.data.files.file_kinds import FileKind, beside, index_of, kind_of, known_kinds
+from llama_core.data.files.file_kinds import FileKind, companions, index_of, kind_of, known_kinds
 from llama_core.data.files.remote import RemotePath, path_of
 from llama_core.data.files.source_file import SourceFile, SourcePlace, accessing
 from llama_core.data.files.splits import OF_DATASETS, is_held_out, not_of_data_sets
@@ -122,7 +122,7 @@ def _look(path: Path, *, held_out: bool) -> tuple[Mapping[Path, SourcePlace], li
             f"data source {str(path)!r} does not exist; "
             f"use 'sample', or the path of a {known_kinds()}, or of a folder of them"
         )
-    belonging = {other for file in found for other in beside(file)}
+    belonging = {other for file in found for other in companions(file)}
     found = [file for file in found if file not in belonging]
     places: dict[Path, SourcePlace] = {}
     own = Path(os.path.realpath(folder))

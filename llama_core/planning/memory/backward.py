@@ -70,7 +70,7 @@ class Backward:
                 yield self._snapshot(
                     gradients=gradients.held(at, made_above, instant.made + instant.making),
                     activations=self.kept.deferred_below(layer) + instant.kept,
-                    temporaries=instant.temporaries + gradients.made_beside(at, instant.making),
+                    temporaries=instant.temporaries + gradients.also_made(at, instant.making),
                 )
 
     def _beginning(self) -> Snapshot:
@@ -118,7 +118,7 @@ class Backward:
                 largest=gradients.num_in_head,
                 done=0,
                 layer=self.last + 1,
-                beside=prefetched,
+                extra=prefetched,
             )
 
     def _in_layer(self, layer: int) -> Iterator[Snapshot]:
@@ -137,11 +137,11 @@ class Backward:
             buffer = gradients.reduction_buffer(at, self.trained.head)
         for instant in self.layers[layer].frontier("backward", self.stage.stage.modes[layer]):
             made = gradients.held(at, done, instant.made + instant.making)
-            beside = gradients.made_beside(at, instant.making)
+            extra = gradients.also_made(at, instant.making)
             yield self._snapshot(
                 gradients=made + gradients.waiting_head(at),
                 activations=self.kept.below[layer] + self.kept.deferred_above(layer) + instant.kept,
-                temporaries=instant.temporaries + beside + received,
+                temporaries=instant.temporaries + extra + received,
                 communication=gathered + buffer,
                 done=done,
             )
@@ -170,11 +170,11 @@ class Backward:
         buffer = gradients.reduction_buffer(at, self.trained.layers[0])
         for instant in embedding.frontier("backward", "none"):
             fresh = instant.made + instant.making
-            beside = gradients.made_beside(at, fresh)
+            extra = gradients.also_made(at, fresh)
             if stage.shares_table:
-                beside = gradients.itemsize * fresh
+                extra = gradients.itemsize * fresh
             yield self._snapshot(
-                gradients=gradients.held(at, done, min(fresh, own)) + waiting_head + beside,
+                gradients=gradients.held(at, done, min(fresh, own)) + waiting_head + extra,
                 activations=activations + instant.kept,
                 temporaries=instant.temporaries + self.stage.gradient_received,
                 communication=buffer,
@@ -211,7 +211,7 @@ class Backward:
                 trained.embedding,
                 largest=table,
                 done=before_root + trained.root,
-                beside=self.gathered.prefetched(0),
+                extra=self.gathered.prefetched(0),
             )
 
     def _reduction_of_shared_table(self) -> Snapshot:
@@ -223,20 +223,20 @@ class Backward:
         at = self.at
         gradients = self.gradients
         table = gradients.num_in_embedding
-        beside = 0
+        extra = 0
         if self.gathered.drops:  # the root, which was gathered for both
-            beside -= self.gathered.itemsize * self.stage.stage.root
+            extra -= self.gathered.itemsize * self.stage.stage.root
         if at.head_is_averaged:
-            beside -= gradients.average(table)
+            extra -= gradients.average(table)
         if gradients.shards_often and at.accumulated and not at.head_has_gradient:
-            beside += int(FP32_BYTES * table // gradients.num_shards)
+            extra += int(FP32_BYTES * table // gradients.num_shards)
         # from ZeRO 2 on, the head's has been reduced already; else the table's is added to it
         is_alone = gradients.shards_often or not at.head_has_gradient
         return self._reduction(
             table,
             largest=table if is_alone else 0,
             done=self.trained.in_layers,
-            beside=beside,
+            extra=extra,
             accumulated=at.head_has_gradient,
         )
 
@@ -247,7 +247,7 @@ class Backward:
         largest: int,
         done: int,
         layer: int = 0,
-        beside: int = 0,
+        extra: int = 0,
         accumulated: bool = False,
     ) -> Snapshot:
         """Return the snapshot in which ``fully_shard`` reduces the gradients of a unit.
@@ -257,7 +257,7 @@ class Backward:
             largest: parameters of the last one, whose gradient is kept a little longer.
             done: parameters of this stage that were reduced earlier.
             layer: the layers before this one have not run yet.
-            beside: bytes of the next unit, minus those already dropped.
+            extra: bytes of the next unit, minus those already dropped.
             accumulated: whether another stage has made gradients of the unit.
         """
         at = self.at
@@ -268,7 +268,7 @@ class Backward:
             gradients=gradients.held(at, done) + at_work,
             activations=self.kept.below[layer],
             temporaries=self.stage.stream + self.stage.gradient_received,
-            communication=gradients.reduction_buffer(at, unit) + beside,
+            communication=gradients.reduction_buffer(at, unit) + extra,
             done=done,
             unit=unit,
         )

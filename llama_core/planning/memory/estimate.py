@@ -25,19 +25,19 @@ from math import ceil
 from llama_core.optimizers.traits import Trained
 from llama_core.planning.memory.position import Position
 from llama_core.planning.memory.profile import Category, MemoryProfile, Phase
-from llama_core.planning.memory.situations import Moment, situations
 from llama_core.planning.memory.snapshots import StageSnapshots
 from llama_core.planning.memory.stage_bytes import Snapshot
+from llama_core.planning.memory.step_states import Moment, step_states
 from llama_core.planning.memory.whole_matrices import workspace
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.work import Work
 from llama_core.schedules.actions import Kind
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
-from llama_core.schedules.walk import Held, Progress, Situation
+from llama_core.schedules.walk import Held, Progress, StepState
 
 STEADY_UNITS = 3
-"""Microbatches per pipeline rank, or pairs of them, after which further ones bring no new situation."""
+"""Microbatches per pipeline rank, or pairs of them, after which further ones bring no new state."""
 
 
 def estimate_memory(work: Work, *, pp_rank: int | None = None) -> MemoryProfile:
@@ -63,7 +63,7 @@ def estimate_ranks(
 
 
 def steady_plan(plan: ParallelPlan) -> ParallelPlan:
-    """Return ``plan`` with few microbatches, but enough to meet every situation of its step.
+    """Return ``plan`` with few microbatches, but enough to meet every state of its step.
 
     The others add their tokens, which a rank holds from the start, and what a schedule holds of all of them.
     """
@@ -83,7 +83,7 @@ class _Pipeline:
         self.work = work
         self.plan = work.plan
         self.snapshots = {stage: StageSnapshots(stage, work) for stage in set(work.stages)}
-        self._situations = _situations_of(work.plan)
+        self._step_states = _step_states_of(work.plan)
         self._states: dict[tuple[StageSnapshots, ...], dict[Category, int]] = {}
 
     def profile(self, pp_rank: int) -> MemoryProfile:
@@ -104,10 +104,10 @@ class _Pipeline:
     def _peaks(self, hosted: Sequence[StageSnapshots], pp_rank: int) -> dict[Phase, Snapshot]:
         """Return the fullest snapshot of a rank's forwards and of its backwards."""
         fullest: list[tuple[int, Phase, Snapshot]] = []
-        for situation, moments in self._situations(pp_rank=pp_rank):
-            phase: Phase = "forward" if situation.kind is Kind.FORWARD else "backward"
+        for state, moments in self._step_states(pp_rank=pp_rank):
+            phase: Phase = "forward" if state.kind is Kind.FORWARD else "backward"
             moment = max(moments, key=lambda moment: self._held_outside(hosted, moment.held))
-            snapshot = self._fullest_snapshot(hosted, situation, moment.held)
+            snapshot = self._fullest_snapshot(hosted, state, moment.held)
             fullest.append((moment.number, phase, snapshot))
         peaks: dict[Phase, Snapshot] = {}
         # in the order of the step: of equal peaks the first one counts
@@ -149,7 +149,7 @@ class _Pipeline:
         return states
 
     def _held_outside(self, hosted: Sequence[StageSnapshots], held: Held) -> int:
-        """Return the bytes held outside the microbatch at work that differ between turns of one situation."""
+        """Return the bytes held outside the microbatch at work that differ between turns of one state."""
         num_bytes = held.messages * self.work.stream_bytes
         for stage, in_flight, deferred in zip(hosted, held.in_flight, held.deferred, strict=True):
             kept = stage.kept
@@ -159,12 +159,12 @@ class _Pipeline:
     def _fullest_snapshot(
         self,
         hosted: Sequence[StageSnapshots],
-        situation: Situation,
+        state: StepState,
         outside: Held,
     ) -> Snapshot:
         """Return the snapshot of a rank's action at which it holds most."""
-        position = _position_at_work(hosted, situation)
-        peak = hosted[situation.slot].peak(situation.kind, position)
+        position = _position_at_work(hosted, state)
+        peak = hosted[state.slot].peak(state.kind, position)
         gradients = peak.gradients
         activations = peak.activations + self.work.batch_bytes
         loss = peak.loss
@@ -174,22 +174,22 @@ class _Pipeline:
             in_flight = outside.in_flight[slot]
             activations += kept.total * in_flight + kept.deferred * outside.deferred[slot]
             loss += kept.loss * in_flight
-            if slot != situation.slot:
-                other = _position(stage, situation.progress[slot])
+            if slot != state.slot:
+                other = _position(stage, state.progress[slot])
                 gradients += stage.gradients.held(other, 0)
                 communication += stage.gradients.averaged(other, 0)
-                communication += stage.gathered.between_actions(other, head=situation.head_gathered)
+                communication += stage.gathered.between_actions(other, head=state.head_gathered)
         return Snapshot(gradients, activations, loss, communication, peak.temporaries)
 
 
-def _situations_of(
+def _step_states_of(
     plan: ParallelPlan,
-) -> Callable[..., Sequence[tuple[Situation, Sequence[Moment]]]]:
-    """Return the function from ``pp_rank`` to a rank's situations in a step of ``plan``, with their moments."""
+) -> Callable[..., Sequence[tuple[StepState, Sequence[Moment]]]]:
+    """Return the function from ``pp_rank`` to a rank's states in a step of ``plan``, with their moments."""
     shorter = steady_plan(plan)
     holds_all = plan.pp > 1 and schedule_type(plan.schedule).holds_all
     return partial(
-        situations,
+        step_states,
         plan.schedule if plan.pp > 1 else DEFAULT_SCHEDULE,
         num_ranks=plan.pp,
         num_microbatches=shorter.num_microbatches,
@@ -198,23 +198,23 @@ def _situations_of(
     )
 
 
-def _position_at_work(hosted: Sequence[StageSnapshots], situation: Situation) -> Position:
+def _position_at_work(hosted: Sequence[StageSnapshots], state: StepState) -> Position:
     """Return the position of the stage at work."""
-    at_work = hosted[situation.slot]
-    has_run = any(progress.has_run for progress in situation.progress)
+    at_work = hosted[state.slot]
+    has_run = any(progress.has_run for progress in state.progress)
     of_head = Progress()
-    for stage, progress in zip(hosted, situation.progress, strict=True):
+    for stage, progress in zip(hosted, state.progress, strict=True):
         if stage.stage.is_last:
             of_head = progress
-    position = _position(at_work, situation.progress[situation.slot])
+    position = _position(at_work, state.progress[state.slot])
     return position._replace(
         # a backward drops the root in ZeRO 3, else only the step's last one does
-        root_is_gathered=situation.after_forward or (has_run and not at_work.gathered.drops),
-        is_final=situation.is_last,
-        head_gathered=situation.head_gathered and at_work.stage.is_last,
+        root_is_gathered=state.after_forward or (has_run and not at_work.gathered.drops),
+        is_final=state.is_last,
+        head_gathered=state.head_gathered and at_work.stage.is_last,
         head_has_gradient=of_head.accumulated != "none",
         head_is_averaged=of_head.repeated,
-        buffer=0 if situation.last_backward is None else at_work.gradients.last_buffer,
+        buffer=0 if state.last_backward is None else at_work.gradients.last_buffer,
     )
 
 

@@ -92,7 +92,7 @@ class StageGradients:
         is_wide = self.itemsize == FP32_BYTES
         return at.accumulated > 0 and is_wide and not self.shards_often
 
-    def made_beside(self, at: Position, making: int) -> int:
+    def also_made(self, at: Position, making: int) -> int:
         """Return the bytes in which the gradients of ``making`` parameters are made, beside those in ``held``."""
         return self.itemsize * making if self.adds(at) else 0
 

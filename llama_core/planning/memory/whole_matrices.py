@@ -26,12 +26,12 @@ def workspace(work: Work, pp_rank: int) -> int:
     ranks_of_stage = plan.world_size // plan.pp
     of_experts = ranks_of_stage // plan.ep  # the others that divide experts have other ones
     most = 0
-    are_narrow = work.itemsize < FP32_BYTES
+    is_mixed_precision = work.itemsize < FP32_BYTES
     for ranks, copies, is_of_experts in (
         (ranks_of_stage, plan.num_copies, False),
         (of_experts, plan.num_expert_copies, True),
     ):
-        owners = _Owners(ranks // copies, copies, are_narrow)
+        owners = _Owners(ranks // copies, copies, is_mixed_precision)
         shapes = tuple(work.trained_matrices(pp_rank, of_experts=is_of_experts))
         most = max(most, _most(shapes, work.optimizer, owners))
     return work.itemsize * most
@@ -44,7 +44,7 @@ class _Owners(NamedTuple):
     """Ranks that divide a matrix."""
     num_copies: int
     """Ranks that hold the same part."""
-    are_narrow: bool
+    is_mixed_precision: bool
     """Whether they compute in fewer bits than gradients have."""
 
 
@@ -69,7 +69,7 @@ def _most(shapes: Shapes, optimizer: OptimizerType, owners: _Owners) -> int:
     in_rounds = list(_rounds(shapes, optimizer, owners))
     for current, following in zip(in_rounds, [*in_rounds[1:], _Round(0, 0, 0)], strict=True):
         computing = current.computing
-        if divided or owners.are_narrow:  # else the optimizer reads the gradients themselves
+        if divided or owners.is_mixed_precision:  # else the optimizer reads the gradients themselves
             computing += current.arrived
         # a matrix that is sent exists twice: with its owner and in the buffer of all_to_all
         returning = 0

@@ -173,7 +173,7 @@ class Layer(ModelProgram):
     def matrix(self, name: str, elements: int) -> int:
         """Return a matrix of the block, on this rank."""
         is_trained = name in self.traits.trained
-        has_copy = is_trained and self.setting.keeps_cast_weights and self.setting.is_narrow
+        has_copy = is_trained and self.setting.keeps_cast_weights and self.setting.is_mixed_precision
         itemsize = self.itemsize if not is_trained or has_copy else self.weight_itemsize
         weight = self.weight(Size(elements, itemsize), is_trained=is_trained)
         if has_copy:
@@ -204,12 +204,12 @@ class Layer(ModelProgram):
 
     def rotate(self, x: int) -> int:
         """Rotate pairs of numbers in fp32: two halves, their four products with cosines and sines, two sums."""
-        narrow = self.num_bytes[x]
+        own = self.num_bytes[x]
         wide = self.sizes[x].elements * FP32_BYTES
-        held = BothWays(2 * wide - narrow, 2 * wide - narrow)
-        if self.setting.is_narrow:  # the input is cast; a gradient is dropped once it is cast
-            held = BothWays(held.forward + wide, held.backward + wide - narrow)
-        moved = 2 * narrow
+        held = BothWays(2 * wide - own, 2 * wide - own)
+        if self.setting.is_mixed_precision:  # the input is cast; a gradient is dropped once it is cast
+            held = BothWays(held.forward + wide, held.backward + wide - own)
+        moved = 2 * own
         num_kernels = 1
         if not self.setting.compiles:
             moved += ROTATION_ACCESSES * wide

@@ -20,31 +20,31 @@ def linear(program: ModelProgram, name: str, x: int, out: int) -> int:
 
 def add_low_rank(program: ModelProgram, x: int, out: int, a: int, b: int) -> int:
     """Add to ``out`` the product of ``x`` with A and B."""
-    narrow = narrowed(program, x, a)
+    inner = to_inner(program, x, a)
     if program.setting.splits_backward:  # the product of B has a gradient that is deferred
-        added = program.product(narrow, b, program.sizes[b].elements // program.lora.lora_rank)
+        added = program.product(inner, b, program.sizes[b].elements // program.lora.lora_rank)
         total = program.add(out, added)
         program.end(x, out, added)
         return total
-    total = program.add_product(out, narrow, b)
-    program.end(x, out, narrow)
+    total = program.add_product(out, inner, b)
+    program.end(x, out, inner)
     return total
 
 
 def embedding(program: Embedding, out: int) -> int:
     """Add what an adapter adds to the rows of the tokens."""
     a, b = program.adapter(EMBEDDING)
-    narrow = program.cast(program.look_up(a), program.itemsize)
-    return program.add_product(out, program.result("scale", [narrow], program.sizes[narrow]), b)
+    inner = program.cast(program.look_up(a), program.itemsize)
+    return program.add_product(out, program.result("scale", [inner], program.sizes[inner]), b)
 
 
 def head(program: ModelProgram, x: int) -> tuple[int, int]:
     """Return the factors of what an adapter adds to the logits."""
     a, b = program.adapter(HEAD)
-    return narrowed(program, x, a), b
+    return to_inner(program, x, a), b
 
 
-def narrowed(program: ModelProgram, x: int, a: int) -> int:
-    """Multiply by A, after a dropout, and scale where it is narrow."""
-    narrow = program.product(program.dropped(x, program.lora.lora_dropout), a, program.lora.lora_rank)
-    return program.result("scale", [narrow], program.sizes[narrow])
+def to_inner(program: ModelProgram, x: int, a: int) -> int:
+    """Multiply by A, after a dropout, and scale where it is inner."""
+    inner = program.product(program.dropped(x, program.lora.lora_dropout), a, program.lora.lora_rank)
+    return program.result("scale", [inner], program.sizes[inner])

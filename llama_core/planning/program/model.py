@@ -15,7 +15,7 @@ from llama_core.planning.program.operations import (
 )
 from llama_core.planning.program.setting import Setting
 from llama_core.planning.transfers import NO_TRAFFIC, Collective, PassTraffic, Traffic
-from llama_core.weights import INPUTS, OUTPUTS
+from llama_core.weight_rows import INPUTS, OUTPUTS
 
 
 class ModelProgram(Program):
@@ -157,16 +157,16 @@ class ModelProgram(Program):
         size = self.sizes[weight]
         columns = size.elements // (outputs * num_matrices)
         rows = self.sizes[x].elements // columns
-        narrow = Size(size.elements, self.itemsize)
+        cast = Size(size.elements, self.itemsize)
         workspace = NOTHING
         if not self.casts(weight, x):
             inputs = [x, self.cast(weight, self.sizes[x].itemsize)]
         elif self.setting.splits_backward:  # it casts in the backward again
             inputs = [x, weight]
-            workspace = BothWays(narrow.num_bytes, narrow.num_bytes)
+            workspace = BothWays(cast.num_bytes, cast.num_bytes)
         else:
             kind = f"cast_{kind}"
-            inputs = [x, weight, self.result("copy", [weight], narrow)]
+            inputs = [x, weight, self.result("copy", [weight], cast)]
         # CUDA multiplies half precision into fp32, but not in groups
         multiplies_into_fp32 = self.setting.on_cuda and not groups
         is_widened = (self.casts(weight, x) or weight in self.copied) and not multiplies_into_fp32
@@ -176,7 +176,7 @@ class ModelProgram(Program):
             Size(rows * outputs, self.sizes[x].itemsize),
             products=(Product(rows / num_matrices, columns, outputs, num_matrices),),
             workspace=workspace,
-            narrow_gradient=narrow.num_bytes if is_widened and weight in self.trained else 0,
+            cast_gradient=cast.num_bytes if is_widened and weight in self.trained else 0,
         )
 
     # --- between ranks

@@ -134,7 +134,7 @@ class Operation:
     outputs: tuple[int, ...]
     workspace: BothWays = NOTHING
     """Bytes that it holds while it runs, beside inputs and outputs."""
-    narrow_gradient: int = 0
+    cast_gradient: int = 0
     """Bytes of its weight's gradient before that is cast to the weight's own dtype."""
     products: tuple[Product, ...] = ()
     """With weights."""

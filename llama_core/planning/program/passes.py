@@ -122,7 +122,7 @@ class Passes:
         *,
         keeps: set[int],
         existing: set[int],
-        beside: int = 0,
+        extra: int = 0,
     ) -> Iterator[Instant]:
         """Yield the instants of a forward's first operations.
 
@@ -130,11 +130,11 @@ class Passes:
             operations: these operations.
             keeps: the tensors that are kept for the backward.
             existing: the tensors that exist already.
-            beside: bytes held besides.
+            extra: bytes held besides.
         """
         num_bytes = self.program.num_bytes
         kept = self.size_of(keeps & existing)
-        temporaries = self.size_of(existing - keeps) + beside
+        temporaries = self.size_of(existing - keeps) + extra
         for operation, dying in zip(operations, self._dying, strict=False):
             for tensor in operation.outputs:
                 # else it was kept, or is a view
@@ -174,8 +174,8 @@ class Passes:
             # it is made, it may lie beside the one that it is added to
             frontier = set[Instant]()
             for sign in (1, -1):
-                for beside in (0, FP32_BYTES):
-                    frontier.update(_highest(instants, sign=sign, beside=beside))
+                for extra in (0, FP32_BYTES):
+                    frontier.update(_highest(instants, sign=sign, extra=extra))
             self._frontiers[way, mode] = tuple(frontier)
         return self._frontiers[way, mode]
 
@@ -251,7 +251,7 @@ class Passes:
         for place, deferred in enumerate(self.deferred):
             making = self.program.trained[deferred.weight]
             kept = self.held_for(self.deferred[place:])
-            yield Instant(kept, deferred.operation.narrow_gradient, made, making)
+            yield Instant(kept, deferred.operation.cast_gradient, made, making)
             made += making
 
     def held_for(self, deferred: "Sequence[_Deferred]") -> int:
@@ -322,7 +322,7 @@ class _Backward:
                 self.deferred.append(_Deferred(operation, arrived[0].shared()))
                 weights = []
             else:
-                workspace += operation.narrow_gradient
+                workspace += operation.cast_gradient
             making = sum(self.program.trained[weight] for weight in weights)
             yield Instant(self.kept, self.temporaries + workspace, self.made, making)
             self.made += making
@@ -353,7 +353,7 @@ class _Backward:
         self.is_recomputed = True
         existing = passes.keeps[self.mode]
         operations = passes.operations[:place]
-        yield from passes._run(operations, keeps=keeps, existing=existing, beside=self.temporaries)
+        yield from passes._run(operations, keeps=keeps, existing=existing, extra=self.temporaries)
         self.kept = passes.size_of(keeps)
 
     def _gradients_of_inputs(
@@ -428,17 +428,17 @@ class _Gradient:
         return 0 if self.owners else self.num_bytes
 
 
-def _highest(instants: Iterable[Instant], *, sign: int, beside: int) -> Iterator[Instant]:
+def _highest(instants: Iterable[Instant], *, sign: int, extra: int) -> Iterator[Instant]:
     """Yield the instants with more bytes than any other that has as many gradients.
 
     Args:
         instants: the instants.
         sign: 1 if gradients cost bytes, -1 if they free some.
-        beside: bytes per parameter whose gradient is being made.
+        extra: bytes per parameter whose gradient is being made.
     """
 
     def height(instant: Instant) -> int:
-        return instant.kept + instant.temporaries + beside * instant.making
+        return instant.kept + instant.temporaries + extra * instant.making
 
     def order(instant: Instant) -> tuple[int, int]:
         return sign * (instant.made + instant.making), height(instant)

@@ -40,7 +40,7 @@ class Setting(NamedTuple):
         return kernel_told(needs, self.documents, asked=self.attention, cp=self.cp)
 
     @property
-    def is_narrow(self) -> bool:
+    def is_mixed_precision(self) -> bool:
         """Whether activations have fewer bits than the weights."""
         return self.itemsize < FP32_BYTES
 
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
     @property
     def widens_norms(self) -> bool:
         """Whether a norm writes its input and its result in more bits than activations have."""
-        return self.is_narrow and not self.fuses_norms
+        return self.is_mixed_precision and not self.fuses_norms
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Candidates
 from llama_core.planning.search.choice import Choice, explain
 from llama_core.planning.search.fitting import Fitting
-from llama_core.planning.search.leanest import NothingFitsError, nothing_fits
+from llama_core.planning.search.least_memory import NothingFitsError, nothing_fits
 from llama_core.planning.search.rules import plan_by_rules
 from llama_core.planning.search.search import Search
 
@@ -55,7 +55,7 @@ def search(config: RunConfig, memory_budget_bytes: int | None, device: DeviceSpe
         device: the devices, all of one kind.
 
     Raises:
-        NothingFitsError: if nothing fits; says by how much and what would fit, and has the leanest plan.
+        NothingFitsError: if nothing fits; says by how much and what would fit, and has the plan of least memory.
         PlanError: if the request makes no valid plan; the message uses the keys of ``config``.
     """
     candidates = Candidates(config, device)

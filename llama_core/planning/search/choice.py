@@ -9,7 +9,7 @@ from llama_core.errors import PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.candidates import Shape, Variant
-from llama_core.planning.search.leanest import leanest_plan
+from llama_core.planning.search.least_memory import least_memory_plan
 from llama_core.planning.search.search import CLOSE, Option, Search
 from llama_core.planning.time.step_time import StepTime
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, searched_schedules
@@ -240,7 +240,7 @@ class _Reasons:
         return "asked for"
 
     def _compared(self, name: str) -> str:
-        """Return the step time of the best alternative; if none fits, by how much the leanest one misses the limit."""
+        """Return the step time of the best alternative; if none fits, by how much the smallest one misses the limit."""
         key = _KEYS[name]
         value = _KEYS[name](self.best.variant)
         if name == "schedule" and self.best.plan.pp == 1:
@@ -252,11 +252,11 @@ class _Reasons:
             seconds = _seconds(other.step.total, self.best.step.total)
             return f"with the best alternative, {key(other.variant)}, a step takes {seconds}{rest}"
         try:
-            leanest = leanest_plan(self.candidates, self.fitting, lambda other: key(other) != value)
+            smallest = least_memory_plan(self.candidates, self.fitting, lambda other: key(other) != value)
         except PlanError:
             return "there is no other value to try"
-        misses = self._misses(leanest)
-        return f"no other value fits; the leanest plan ({leanest.summary()}) {misses}"
+        misses = self._misses(smallest)
+        return f"no other value fits; the plan of least memory ({smallest.summary()}) {misses}"
 
     def _misses(self, plan: ParallelPlan) -> str:
         over = self.fitting.peak_bytes(plan) - (self.fitting.limit or 0)

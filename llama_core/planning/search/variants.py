@@ -7,7 +7,7 @@ from typing import Any
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec, model_names, model_spec
 from llama_core.config.run import RunConfig
-from llama_core.planning.search.leanest import Least, least_devices
+from llama_core.planning.search.least_memory import Least, least_devices
 
 
 @dataclass(frozen=True)

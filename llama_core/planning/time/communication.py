@@ -150,13 +150,13 @@ class Messages:
         """Return the weights that a stage gathers at once: a group for each unit, without its experts."""
         if stage not in self._groups:
             units = stage.units
-            self._groups[stage] = [self._beside_experts(unit, _num_held) for unit in units]
+            self._groups[stage] = [self._outside_experts(unit, _num_held) for unit in units]
         return self._groups[stage]
 
     def trained(self, stage: Stage) -> list[Group]:
         """Return the gradients that a stage reduces at once."""
         if stage not in self._trained:
-            groups = [self._beside_experts(unit, _num_trained) for unit in stage.units]
+            groups = [self._outside_experts(unit, _num_trained) for unit in stage.units]
             trained = [group for group in groups if group.parameters]
             self._trained[stage] = trained + self._experts(stage)
         return self._trained[stage]
@@ -173,7 +173,7 @@ class Messages:
                 experts.append(Group(count, plan.num_expert_shards, plan.num_expert_copies))
         return experts
 
-    def _beside_experts(self, unit: Unit[Passes], count: Callable[[Program], int]) -> Group:
+    def _outside_experts(self, unit: Unit[Passes], count: Callable[[Program], int]) -> Group:
         """Return some of a unit's parameters, without experts if these have a group of their own."""
         divides_experts = self.plan.ep > 1
         num_parameters = 0
@@ -234,7 +234,7 @@ class Messages:
         if not self.resharding.drops_weights or self.spec.tied_embeddings:
             return
         of_head = [turn for turn in turns if self.stages[turn.action.stage].is_last]
-        num_gathers = sum(not turn.situation.head_gathered for turn in of_head)
+        num_gathers = sum(not turn.state.head_gathered for turn in of_head)
         num_forwards = sum(turn.action.kind is Kind.FORWARD for turn in of_head)
         last = self.stages[-1]
         for unit, group in zip(last.units, self.groups(last), strict=True):
@@ -305,8 +305,8 @@ class Messages:
             num_elements += sum(partial.values())
         # later, they have been added to those of other microbatches, in fp32
         is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
-        are_narrow = self.plan.uses_fully_shard and is_reduced_as_made
-        itemsize = self.itemsize if are_narrow else FP32_BYTES
+        keep_dtype = self.plan.uses_fully_shard and is_reduced_as_made
+        itemsize = self.itemsize if keep_dtype else FP32_BYTES
         return Traffic("all_reduce", "tp", self.plan.tp, count, num_elements * itemsize)
 
     def partial_gradients_per_step(self, pp_rank: int) -> Iterator[Traffic]:

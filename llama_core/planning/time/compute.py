@@ -57,7 +57,7 @@ class StageCompute:
             # ``fully_shard`` reduces them instead
             added_share=0.0 if work.plan.uses_fully_shard else 1 - 1 / work.plan.num_microbatches,
         )
-        self.casts_once = work.setting.is_narrow and work.plan.keeps_cast_weights
+        self.casts_once = work.setting.is_mixed_precision and work.plan.keeps_cast_weights
         """Whether weights are cast when they are updated, not at every use."""
 
     def stage(self, stage: Stage) -> Pass:

@@ -1,4 +1,4 @@
-"""The leanest plans: does anything fit? If not, by how much does it miss, and what would fit?"""
+"""The plans of least memory: does anything fit? If not, by how much does it miss, and what would fit?"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -28,11 +28,11 @@ MIN_SEQ_LEN = 512
 
 
 class NothingFitsError(DoesNotFitError):
-    """No plan fits the memory of the device: follow the message, or force the leanest plan.
+    """No plan fits the memory of the device: follow the message, or force the plan of least memory.
 
     Args:
-        message: by how much the leanest plan misses, and what would fit.
-        plan: the leanest plan.
+        message: by how much the plan of least memory misses, and what would fit.
+        plan: the plan of least memory.
     """
 
     def __init__(self, message: str, plan: ParallelPlan) -> None:
@@ -40,10 +40,10 @@ class NothingFitsError(DoesNotFitError):
         self.plan = plan
 
 
-def leanest_plan(
+def least_memory_plan(
     candidates: Candidates, fitting: Fitting, keep: Callable[[Variant], bool] = lambda variant: True
 ) -> ParallelPlan:
-    """Return the first of the leanest plans that fits, or the one that misses the limit by least.
+    """Return the first of the plans of least memory that fits, or the one that misses the limit by least.
 
     The miss is measured by ``Fitting.glance``.
 
@@ -83,7 +83,7 @@ class Least(NamedTuple):
 
 
 def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
-    """Return the smallest power of two of devices that ``config`` fits on, with the leanest plan.
+    """Return the smallest power of two of devices that ``config`` fits on, with the plan of least memory.
 
     None if it does not fit on ``MAX_DEVICES``.
     """
@@ -95,7 +95,7 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
         more = _changed(config, parallel={"gpus": gpus}, launch={"nodes": nodes})
         fitting = Fitting(more, device.usable_bytes)
         with suppress(PlanError):  # this number cannot divide the batch or the model
-            plan = leanest_plan(Candidates(more, device), fitting)
+            plan = least_memory_plan(Candidates(more, device), fitting)
             if fitting.fits(plan):
                 return Least(gpus, fitting.peak_bytes(plan), plan)
         gpus *= 2
@@ -103,14 +103,14 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
 
 
 def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
-    """Yield the leanest variant of every shape and division of the states, the highest ZeRO stage first."""
-    leanest: dict[tuple[Shape, Sharding, int], Variant] = {}
+    """Yield the smallest variant of every shape and division of the states, the highest ZeRO stage first."""
+    smallest: dict[tuple[Shape, Sharding, int], Variant] = {}
     most_offload = candidates.offloads()[-1]
     for variant in filter(keep, candidates.variants(most_offload)):
         key = variant.shape, variant.sharding, variant.ep
-        if key not in leanest or _held(candidates, variant) < _held(candidates, leanest[key]):
-            leanest[key] = variant
-    yield from sorted(leanest.values(), key=lambda variant: -variant.sharding.zero_stage)
+        if key not in smallest or _held(candidates, variant) < _held(candidates, smallest[key]):
+            smallest[key] = variant
+    yield from sorted(smallest.values(), key=lambda variant: -variant.sharding.zero_stage)
 
 
 class _Held(NamedTuple):
@@ -138,10 +138,10 @@ def nothing_fits(
     fitting: Fitting,
     device: DeviceSpec | None,
 ) -> NothingFitsError:
-    """Return the error that says by how much the leanest plan misses and what would fit; each remedy is computed."""
+    """Return the error that says by how much the plan of least memory misses, and the computed remedies."""
     config = candidates.config
     gpus = candidates.asked.gpus
-    leanest = leanest_plan(candidates, fitting)
+    smallest = least_memory_plan(candidates, fitting)
     usable = round((fitting.limit or 0) / FILL_LIMIT)
     label = device.label if device else "devices"
     trained = config.spec.num_trainable_parameters
@@ -150,19 +150,19 @@ def nothing_fits(
     if frozen:
         terms = f"({terms} + {frozen / GB:.1f} GB of frozen weights)"
     per_device = _held_between_steps(config) / gpus / GB
-    excess = fitting.peak_bytes(leanest) - (fitting.limit or 0)
+    excess = fitting.peak_bytes(smallest) - (fitting.limit or 0)
     message = (
         f"{config.spec.name} does not fit on parallel.gpus={gpus} x {label}: "
         f"weights, gradients and moments take {terms} / {gpus} = {per_device:.1f} GB per device "
         f"before activations, and {usable / GB:.1f} GB are usable; "
-        f"the leanest plan ({leanest.summary()}) exceeds {FILL_LIMIT:.0%} of that by "
+        f"the plan of least memory ({smallest.summary()}) exceeds {FILL_LIMIT:.0%} of that by "
         f"{format_bytes(excess)}"
     )
     found = "no change that was tried would fit"
     remedies = list(_remedies(config, device, usable))
     if remedies:
         found = f"these would fit: {'; '.join(remedies)}"
-    return NothingFitsError(f"{message}; {found}", leanest)
+    return NothingFitsError(f"{message}; {found}", smallest)
 
 
 def _frozen_bytes(config: RunConfig) -> int:
@@ -279,6 +279,6 @@ def _fits(config: RunConfig, device: DeviceSpec | None, usable: int) -> bool:
     if is_native and _held_between_steps(config) > config.parallel.gpus * FILL_LIMIT * usable:
         return False
     try:
-        return fitting.fits(leanest_plan(Candidates(config, device), fitting))
+        return fitting.fits(least_memory_plan(Candidates(config, device), fitting))
     except PlanError:
         return False

@@ -10,9 +10,9 @@ from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingFailedError
 from llama_core.planning.plan import ParallelPlan
+from llama_core.rehearsal.parity import _tiny_config, check_parity
 from llama_core.rehearsal.rank_processes import run_ranks
 from llama_core.rehearsal.small_plan import shrunk
-from llama_core.rehearsal.twin import _tiny_config, twin
 
 pytestmark = pytest.mark.nightly
 
@@ -33,8 +33,8 @@ def asked_for():
     ],
     ids=ParallelPlan.summary,
 )
-def test_a_twin_matches_one_process_and_the_rehearsed_bytes(plan):
-    result = twin(asked_for(), plan)
+def test_a_small_copy_matches_one_process_and_the_rehearsed_bytes(plan):
+    result = check_parity(asked_for(), plan)
     assert result.changes == ()
     assert result.agrees, result.summary()
     assert len(result.measured_bytes) == plan.pp
@@ -42,7 +42,7 @@ def test_a_twin_matches_one_process_and_the_rehearsed_bytes(plan):
     assert not replace(result, measured_bytes=(2 * result.rehearsed_bytes[0],) * plan.pp).agrees
 
 
-def test_a_twin_has_the_configured_traits_and_needs_no_recorded_folder():
+def test_a_small_copy_has_the_configured_traits_and_needs_no_recorded_folder():
     traits = {"rope_theta": 2e4, "rope_scaling": {"factor": 2.0}, "tied_embeddings": True}
     asked = RunConfig.from_mapping({"model": "llama2_7b", "architecture": traits})
     recorded = asked.model_copy(
@@ -55,7 +55,7 @@ def test_a_twin_has_the_configured_traits_and_needs_no_recorded_folder():
 
 
 def test_a_large_plan_runs_with_fewer_ranks_of_the_same_kinds():
-    result = twin(asked_for(), LARGE, max_ranks=8)
+    result = check_parity(asked_for(), LARGE, max_ranks=8)
     assert result.plan.world_size == 8
     assert result.agrees, result.summary()
     assert set(result.changes) == {"tp 8 -> 2", "pp 16 -> 2", "dp_shard 64 -> 2", "num_microbatches 64 -> 4"}
@@ -75,9 +75,9 @@ def test_a_plan_with_too_many_kinds_of_ranks_is_refused():
         shrunk(LARGE, 4)
 
 
-def test_a_plan_that_deepspeed_shards_has_no_twin():
+def test_a_plan_that_deepspeed_shards_has_no_small_copy():
     with pytest.raises(PlanError, match=r"\A.*parallel\.zero_backend=native.*\Z"):
-        twin(asked_for(), ParallelPlan(dp_shard=2, zero_stage=3, zero_backend="deepspeed"))
+        check_parity(asked_for(), ParallelPlan(dp_shard=2, zero_stage=3, zero_backend="deepspeed"))
 
 
 def own_rank():

@@ -38,7 +38,7 @@ class Weight:
 
     name: str
     """Our name; in a layer, the part after its number; in an adapter, the part after the name of its matrix."""
-    theirs: str
+    stored_name: str
     """Hugging Face's or PEFT's name, likewise; ``{}`` stands for the number of an expert, each of which has a tensor
     there."""
     shape: tuple[str, ...]

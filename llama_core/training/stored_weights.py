@@ -32,7 +32,7 @@ from llama_core.hugging_face.pretrained import (
     check_pretrained,
     hugging_face_weights,
     is_checkpoint,
-    names_beside_base,
+    names_with_adapters,
     origin_of,
     resolve_intact,
     stored_model,
@@ -113,7 +113,7 @@ class Pretrained:
                 if weight_of(name).divided != "router"
             }
         if origin.adapters is not None:
-            self._sources |= dict.fromkeys(names_beside_base(spec, origin), _adapters(spec, origin.adapters))
+            self._sources |= dict.fromkeys(names_with_adapters(spec, origin), _adapters(spec, origin.adapters))
         self._progress = _Progress(source)
 
     @torch.no_grad()

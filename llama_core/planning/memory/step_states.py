@@ -1,4 +1,4 @@
-"""The situations of a pipeline's rank during one optimizer step, from the schedule alone.
+"""The states of a pipeline's rank during one optimizer step, from the schedule alone.
 
 A rank's bytes depend on where it stands in the step: which of its stages have run and have
 gradients, and how many microbatches it holds between their forward and their backward. That is the
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from llama_core.schedules.actions import Kind
 from llama_core.schedules.registry import remembered_schedule
-from llama_core.schedules.walk import Held, Situation, walk
+from llama_core.schedules.walk import Held, StepState, walk
 
 
 class Moment(NamedTuple):
-    """A time at which a rank is in some situation."""
+    """A time at which a rank is in some state."""
 
     number: int
     """The number of its action."""
@@ -23,10 +23,10 @@ class Moment(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def situations(
+def step_states(
     schedule: str, *, num_ranks: int, num_microbatches: int, num_chunks: int, pp_rank: int, num_skipped: int
-) -> tuple[tuple[Situation, tuple[Moment, ...]], ...]:
-    """Return a rank's situations, each with the moments, in order, at which it may hold most.
+) -> tuple[tuple[StepState, tuple[Moment, ...]], ...]:
+    """Return a rank's states, each with the moments, in order, at which it may hold most.
 
     Args:
         schedule: the name of the schedule.
@@ -43,22 +43,22 @@ def situations(
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
     )
-    seen: dict[Situation, dict[Held, int]] = {}
+    seen: dict[StepState, dict[Held, int]] = {}
     for number, turn in enumerate(walk(built, pp_rank, num_skipped=num_skipped)):
-        seen.setdefault(_representative(turn.situation), {}).setdefault(turn.held, number)
+        seen.setdefault(_representative(turn.state), {}).setdefault(turn.held, number)
     found = []
-    for situation, numbers in seen.items():
+    for state, numbers in seen.items():
         moments = [Moment(numbers[held], held) for held in _fullest(numbers)]
-        found.append((situation, tuple(sorted(moments))))
+        found.append((state, tuple(sorted(moments))))
     return tuple(found)
 
 
-def _representative(situation: Situation) -> Situation:
-    """Return the situation that stands for all in which the estimate has the same bytes."""
-    return situation._replace(
-        is_last=situation.is_last and situation.kind is not Kind.FORWARD,
+def _representative(state: StepState) -> StepState:
+    """Return the state that stands for all in which the estimate has the same bytes."""
+    return state._replace(
+        is_last=state.is_last and state.kind is not Kind.FORWARD,
         # with several stages, other stages' groups release the buffer of the last reduction
-        last_backward=situation.last_backward if len(situation.progress) == 1 else None,
+        last_backward=state.last_backward if len(state.progress) == 1 else None,
     )
 
 
@@ -82,4 +82,4 @@ def _covers(one: Held, other: Held) -> bool:
         return False
     own = one.in_flight + one.deferred
     others = other.in_flight + other.deferred
-    return all(mine >= theirs for mine, theirs in zip(own, others, strict=True))
+    return all(mine >= other for mine, other in zip(own, others, strict=True))

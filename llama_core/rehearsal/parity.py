@@ -1,6 +1,6 @@
-"""The twin of a plan: a small copy that fits this machine, trained for real and compared with one process.
+"""Parity of a plan: a small copy of it that fits this machine, trained for real and compared with one process.
 
-The twin has the plan's schedule, ZeRO stage, recomputation and kinds of ranks, and a tiny model of the same family with
+The copy has the plan's schedule, ZeRO stage, recomputation and kinds of ranks, and a tiny model of the same family with
 one layer per stage (at least two). It trains on the CPU over gloo in float64: summing in another order changes a result
 by about 1e-16, a mistake in dividing the work by far more.
 """
@@ -38,7 +38,7 @@ _SEED = 1
 
 
 @dataclass(frozen=True)
-class TwinResult:
+class ParityResult:
     """A comparison of training under a plan with training on one process."""
 
     plan: ParallelPlan
@@ -90,13 +90,13 @@ class TwinResult:
         }
 
 
-def twin(
+def check_parity(
     config: RunConfig, plan: ParallelPlan, *, num_steps: int = 3, max_ranks: int = MAX_RANKS, timeout_s: int = TIMEOUT_S
-) -> TwinResult:
+) -> ParityResult:
     """Train a tiny model under ``plan`` on processes of this machine, and on one, and compare them.
 
     Args:
-        config: the resolved configuration; the twin takes its model family, document mask and optimizer settings.
+        config: the resolved configuration; the copy takes its model family, document mask and optimizer settings.
         plan: the plan to run; it is shrunk to at most ``max_ranks`` processes.
         num_steps: optimizer steps to compare.
         max_ranks: most processes to start.
@@ -107,14 +107,14 @@ def twin(
         TrainingFailedError: if a process fails or does not answer in time; no process is left behind.
     """
     if plan.zero_backend == "deepspeed":
-        raise PlanError("the twin runs torch's own ZeRO, not DeepSpeed's; use parallel.zero_backend=native")
+        raise PlanError("the parity check runs torch's own ZeRO, not DeepSpeed's; use parallel.zero_backend=native")
     started = time.perf_counter()
     small = shrunk(plan, max_ranks)
     tiny = _tiny_config(config, small)
     alone = _train(tiny, ParallelPlan(num_microbatches=small.batch_size), num_steps)
-    ranks = run_ranks(small.world_size, _rank_of_twin, tiny, small, num_steps, timeout_s=timeout_s)
+    ranks = run_ranks(small.world_size, _rank, tiny, small, num_steps, timeout_s=timeout_s)
     rehearsed: tuple[RankResult, ...] = rehearse(tiny, small).ranks
-    return TwinResult(
+    return ParityResult(
         plan=small,
         changes=tuple(_changes(plan, small)),
         num_steps=num_steps,
@@ -168,7 +168,7 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
     )
 
 
-def _rank_of_twin(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
+def _rank(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
     """Return one rank's losses, gradient norms, and the peak bytes of a step."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # advice on how to use fully_shard
     counted = build_model(config, plan, torch.device("cpu"))
@@ -211,7 +211,7 @@ def _own_microbatches(config: RunConfig, plan: ParallelPlan, step: int) -> list[
     return own.split(plan.rows_per_forward)
 
 
-def _difference(ours: list[float], theirs: list[float]) -> float:
+def _difference(found: list[float], expected: list[float]) -> float:
     """Return the largest relative difference; infinite if one is not a number."""
-    differences = (abs(one - other) / abs(other) for one, other in zip(ours, theirs, strict=True))
+    differences = (abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
     return max(math.inf if math.isnan(difference) else difference for difference in differences)

@@ -41,7 +41,7 @@ from llama_core.runs.loading import load_config
 from llama_core.training.checkpoint import Checkpointer
 from llama_core.training.engine import build_engine, train_step
 from llama_core.training.index import INDEX
-from llama_core.training.weights import Pretrained, write_hugging_face
+from llama_core.training.stored_weights import Pretrained, write_hugging_face
 
 pytestmark = pytest.mark.xdist_group("weights")
 
@@ -231,7 +231,7 @@ def test_replaced_files_are_read_again(tmp_path):
 
 
 def test_reading_reports_its_progress(folders, caplog, monkeypatch):
-    monkeypatch.setattr("llama_core.training.weights.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("llama_core.training.stored_weights.SECONDS_BETWEEN_LINES", 0.0)
     source = folders[TIED.model]["folder"]
     pretrained, model = Pretrained(TIED.spec, source), Llama(TIED.spec)
     with caplog.at_level(logging.INFO):
@@ -639,7 +639,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from llama_core.config.run import RunConfig
 from llama_core.models.llama import Llama
-from llama_core.training.weights import Pretrained, write_hugging_face
+from llama_core.training.stored_weights import Pretrained, write_hugging_face
 
 def limit(more):
     lines = Path("/proc/self/status").read_text().splitlines()
