@@ -17,7 +17,8 @@ from tool_templates import OURS, PUBLISHED
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.bad_lines import MalformedRecordError, UnusableRecordError
-from llama_core.data.chat.chat_format import ChatFormat, rendering
+from llama_core.data.chat import rendering
+from llama_core.data.chat.chat_format import ChatFormat
 from llama_core.data.chat.chat_template import BUILT_IN, ChatTemplate
 from llama_core.data.chat.rendering import TemplateRefusalError
 from llama_core.data.check import check_data

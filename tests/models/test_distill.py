@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_those_of_whole_probabilities_in_fp64(top_k, weig
     if has_adapter:
         adapter = LowRank(drawn(ROWS * SEQ, 2, seed=4).requires_grad_(), drawn(VOCAB, 2, seed=5).requires_grad_())
         factors += adapter
-        logits_TV = logits_TV + adapter.narrow @ adapter.rows.T
+        logits_TV = logits_TV + adapter.inner @ adapter.rows.T
     expected = dense(logits_TV, teacher_TV, batch, top_k, weight)
     theirs = torch.autograd.grad(3 * expected, factors)
     loss = Distill(top_k, weight).loss(HeadInputs(hidden_TD, weight_VD, adapter), batch)

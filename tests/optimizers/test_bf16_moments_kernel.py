@@ -73,9 +73,9 @@ def test_the_kernel_changes_weights_and_counts_steps_as_the_chunks_do(interprete
 
 def test_the_row_of_a_cuda_run_moves_each_number_once():
     """The gradient, the weight and both moments are read, and the last three written."""
-    assert ADAMW.narrow.on(cuda=True).moved_bytes == (4 + 4 + 2 + 2) + (4 + 2 + 2)
-    assert ADAMW.narrow.on(cuda=True).workspace_bytes(2**30) == 0
-    assert ADAMW.narrow.on(cuda=False) is ADAMW.narrow
+    assert ADAMW.with_bf16_moments.on(cuda=True).moved_bytes == (4 + 4 + 2 + 2) + (4 + 2 + 2)
+    assert ADAMW.with_bf16_moments.on(cuda=True).workspace_bytes(2**30) == 0
+    assert ADAMW.with_bf16_moments.on(cuda=False) is ADAMW.with_bf16_moments
 
 
 def test_an_update_launches_one_kernel_for_each_weight_and_two_for_all_steps(monkeypatch):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llama_core.config import models
+from llama_core.config import model_weights
 from llama_core.models.llama import Llama
 from llama_core.parallel.tensor import apply_tensor_parallel
 from llama_core.weight_rows import Weight
@@ -46,8 +46,8 @@ def test_a_weight_without_a_row_is_refused_when_the_model_is_divided(two_ranks):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_weight_of_attention_itself_is_divided_as_the_heads_are(two_ranks, monkeypatch, sequence_parallel):
     row = Weight("attention.sinks", "self_attn.sinks", ("num_heads",), "heads", "zeros", decayed=False)
-    monkeypatch.setattr(models, "_ATTENTION", (*models._ATTENTION, row))
-    monkeypatch.setitem(models._IN_LAYERS, row.name, row)
+    monkeypatch.setattr(model_weights, "_ATTENTION", (*model_weights._ATTENTION, row))
+    monkeypatch.setitem(model_weights._IN_LAYERS, row.name, row)
     with torch.device("meta"):
         model = Llama(replace(UNTIED, name="with sinks"))
         for block in model.layers.values():
