@@ -18,7 +18,6 @@ from saved_runs import CHATML_TURNS, SMALL, always, make_lively, save_checkpoint
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from llama_core.chain.decay import branch_off
 from llama_core.chain.prepare import other_tokenizer, prepare_run
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
@@ -46,6 +45,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
+from llama_core.runs.decay import branch_off
 from llama_core.runs.export import export_run
 from llama_core.runs.loading import load_config
 from llama_core.training.stored_weights import Pretrained

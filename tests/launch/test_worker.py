@@ -14,7 +14,6 @@ from distributed import FORKS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from llama_core.chain.decay import branch_off
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.overrides import Override
 from llama_core.config.recorded import load_recorded
@@ -32,6 +31,7 @@ from llama_core.records.files import read_json, read_typed
 from llama_core.records.goodput import read_goodput
 from llama_core.records.measurements import TrainingSummary
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.decay import branch_off
 
 pytestmark = pytest.mark.xdist_group("worker")
 

@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 from test_trainer import Counting, assert_equal, batch, losses, trainer, weights
 from tiers import nightly
 
-from llama_core.chain.decay import branch_off
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import UNNAMED
 from llama_core.data.statistics import refuse_other_digest
@@ -21,6 +20,7 @@ from llama_core.records.checkpoints import checkpoint_name, find_problem, list_c
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes, record_settings_change
+from llama_core.runs.decay import branch_off
 from llama_core.training.trainer import Trainer
 
 STABLE = {"lr_schedule": "wsd", "warmup_steps": 2, "checkpoint_every": 1, "keep_checkpoints": 20}

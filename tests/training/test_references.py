@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from corpora import chat_of
 from test_pairs import answered, asked, chosen, rejected, say, write
 
-from llama_core.chain.decay import branch_off
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.data.tokenizers.tokenizer import ByteTokenizer
@@ -22,6 +21,7 @@ from llama_core.models.preferences import answer_log_probabilities, answers_of_r
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
+from llama_core.runs.decay import branch_off
 from llama_core.training.reference import References
 from llama_core.training.trainer import Trainer
 

@@ -9,8 +9,8 @@ from training_infra.commands.command import RUN_DIR, STEP, Argument, Command, wh
 
 
 def _decay(options: argparse.Namespace) -> None:
-    from llama_core.chain.decay import branch_off
     from llama_core.runs.console import say
+    from llama_core.runs.decay import branch_off
 
     tell = partial(say, "decay")
     run = RunDirectory(options.run_dir)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from llama_core.chain.planned import with_keys
 from llama_core.config.overrides import Override
 from llama_core.config.recorded import RECORDED, differences, values_of
 from llama_core.config.run import RunConfig
@@ -129,7 +128,7 @@ def _decaying(run: RunDirectory, config: RunConfig, step: int, num_steps: int) -
         "warmup_steps": warmup_steps(training, total),
         "patience": 0,  # it may have run out already, and a decay is worth its whole length
     }
-    return with_keys(config, training=changed)
+    return config.with_overrides(*(Override(f"training.{key}", value) for key, value in changed.items()))
 
 
 def _adopt(checkpoint: Path, sums: Mapping[str, FileSum], branch: RunDirectory, settings: RunConfig) -> None:
