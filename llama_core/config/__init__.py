@@ -1,1 +1,1 @@
-"""The model registry, the hardware table and the run configuration. Imports no torch."""
+"""The model registry, the hardware table, the run configuration and ``config.json``. Imports no torch."""

@@ -1,6 +1,11 @@
-"""Questions about finished weights: losses on held-out texts, tasks of lm-evaluation-harness, and texts they generate.
+"""Questions about weights: their loss on data, their scores on tasks of lm-evaluation-harness, and texts they write.
 
-``questions`` asks one of checkpoint after checkpoint. ``held_out``, ``tasks`` and ``generate`` answer, in this process
-or in the ranks that ``ranks`` starts (``worker``). ``plan`` says how devices share a model. ``evaluator`` evaluates the
-checkpoints of a run while it trains, in the processes or jobs of ``jobs``; ``recording`` writes what they score.
+* ``questions``: a question is asked of one checkpoint after another
+* ``held_out``, ``tasks``: the questions, whose answers are losses and scores; ``harness/`` has the tasks
+* ``generate``, ``conversation``: a text that is continued, and a conversation
+* ``inference/``: the model computes, on one device or divided among several
+* ``ranks``, ``worker``: how the ranks of an evaluation are started, and what one of them does
+* ``plan``: where checkpoints are evaluated, and how devices share it
+* ``evaluator``, ``jobs``: the checkpoints of a run while it trains, each in a process or a job of its own
+* ``recording``, ``score_sinks``: scores go into the run's directory, and to its trackers
 """

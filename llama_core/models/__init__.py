@@ -1,1 +1,1 @@
-"""The LLaMA model: its layers, its loss, and the way to and from Hugging Face checkpoints."""
+"""The LLaMA model: its layers, its adapters, and the losses of all objectives."""

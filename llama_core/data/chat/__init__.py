@@ -1,1 +1,7 @@
-"""Conversations: their messages are checked, rendered by a template in a sandbox, and the trained tokens marked."""
+"""Conversations.
+
+* ``chat_format``: they are checked, rendered, and the trained tokens marked
+* ``message_keys``, ``tool_calls``: what else a message may hold
+* ``chat_template``: the Jinja of a tokenizer, and the spans of the assistant's text
+* ``confined``, ``rendering``: templates are rendered in a sandbox, in a process with limits
+"""

@@ -1,1 +1,8 @@
-"""Tokenised sources on disk: shards are built once, by all cores or in jobs, and found again by what they hold."""
+"""Tokenised sources on disk.
+
+* ``token_cache``: a source as tokens, in shards
+* ``store``: the shard of some files is found by what they hold, or built
+* ``grouping``: which files share a shard
+* ``writing``, ``shard``: how a shard is written and read
+* ``workers``, ``worker``: all cores build shards; jobs do so by ``launch.jobs.shard_jobs``
+"""
