@@ -52,7 +52,7 @@ class AdapterType:
     """Those of the embedding, a matrix over tokens; none if it cannot be adapted. If it can, ``program`` has
     ``embedding``."""
     adapts_head: bool = False
-    """Whether the head can be adapted. If it can, ``program`` has ``head`` and the module ``beside``: the loss takes
+    """Whether the head can be adapted. If it can, ``program`` has ``head`` and the module ``low_rank``: the loss takes
     what an adapter adds to the logits as two factors."""
     keys: tuple[str, ...] = ()
     """The settings of ``lora`` that it takes, beside ``target_modules``."""

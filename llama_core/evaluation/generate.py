@@ -58,7 +58,7 @@ class TextModel:
         seed: repeats the draws of each text.
         tokenizer: 'bytes' or a path; by default the run's or the folder's.
         device: cpu or cuda; by default cuda if present.
-        dtype: dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``.
+        dtype: dtype of the weights and of the arithmetic, one of ``config_json.writing.DTYPES``.
         tell: called with a line about what is generated from, and about each damaged checkpoint that is passed over.
 
     Raises:

@@ -51,7 +51,7 @@ class Devices:
     device: str | None = None
     """cpu or cuda; None for cuda if present."""
     dtype: str = "fp32"
-    """dtype of the weights and of the arithmetic, one of ``hugging_face.DTYPES``."""
+    """dtype of the weights and of the arithmetic, one of ``config_json.writing.DTYPES``."""
     num_gpus: int = 1
     """Devices that share the work, each with a process of its own."""
     tensor_parallel: int = 1

@@ -324,11 +324,11 @@ def where_stored(name: str, spec: ModelSpec, source: Path) -> str:
         WeightsError: as ``check_pretrained``.
     """
     origin = origin_of(source)
-    is_with_adapters = name in names_with_adapters(spec, origin)
-    holder = origin.adapters if is_with_adapters else origin.base
+    in_adapters = name in names_with_adapters(spec, origin)
+    holder = origin.adapters if in_adapters else origin.base
     if holder is None or is_checkpoint(holder):
         return f"{name} of {holder or source}"
-    if is_with_adapters:
+    if in_adapters:
         return f"{peft_name(name)} in {holder / ADAPTERS}"
     stored = hugging_face_weights(stored_model(spec, origin), holder)
     tensors = stored[name if name in stored else dense_name(name)]

@@ -73,7 +73,7 @@ def own_submission(folder: Path, run: RunDirectory) -> OwnSubmission | None:
 
 
 def _place_of_submissions(logs: Path) -> Path:
-    """Return where submitit keeps its files: beside the run or, if others may write there, in the user's home.
+    """Return where submitit keeps its files: in the run's logs or, if others may write there, in the user's home.
 
     A job starts from a pickle, and anyone who can replace it decides what the job runs.
 

@@ -17,7 +17,7 @@ class HeadInputs(NamedTuple):
     """The factors of the logits, ``hidden_TD @ weight_VD.T`` and an adapter's addition, as this rank holds them.
 
     If ranks divide the vocabulary, all of them hold the same tokens. Their gradients of ``hidden_TD`` and of the
-    adapter's narrow factor are then partial sums, over their own parts of the vocabulary.
+    adapter's inner factor are then partial sums, over their own parts of the vocabulary.
     """
 
     hidden_TD: Tensor

@@ -1,7 +1,7 @@
 """How ``fully_shard`` groups the weights of a rank, and when it gathers, drops and reduces each group.
 
 This is the one description. ``parallel.zero`` calls ``fully_shard`` as it says, the estimates of memory and
-communication count what follows from it, and the rehearsal asks it which states are alike.
+communication count what follows from it, and the rehearsal asks it which states of a step are alike.
 
 A unit is what one call of ``fully_shard`` takes. Its weights are gathered in one transfer, and so are its gradients
 reduced; only experts that fewer ranks shard travel apart. The units are each layer, the embedding, the final norm

@@ -13,7 +13,7 @@ RESERVED_BYTES = 64 * KIB
 
 
 def reserve_room(run: RunDirectory) -> None:
-    """Make a file that is deleted when there is no other room for the run's last words."""
+    """Make a file that is deleted when there is no other room for the reason of the run's end."""
     with suppress(OSError):  # a disk that is full already
         if not run.reserve.exists() or run.reserve.stat().st_size < RESERVED_BYTES:
             run.reserve.write_bytes(os.urandom(RESERVED_BYTES))  # zeros would take no room on some disks

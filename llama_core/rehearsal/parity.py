@@ -112,7 +112,7 @@ def check_parity(
     small = shrunk(plan, max_ranks)
     tiny = _tiny_config(config, small)
     alone = _train(tiny, ParallelPlan(num_microbatches=small.batch_size), num_steps)
-    ranks = run_ranks(small.world_size, _rank, tiny, small, num_steps, timeout_s=timeout_s)
+    ranks = run_ranks(small.world_size, _train_rank, tiny, small, num_steps, timeout_s=timeout_s)
     rehearsed: tuple[RankResult, ...] = rehearse(tiny, small).ranks
     return ParityResult(
         plan=small,
@@ -168,7 +168,7 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
     )
 
 
-def _rank(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
+def _train_rank(config: RunConfig, plan: ParallelPlan, num_steps: int) -> dict[str, Any]:
     """Return one rank's losses, gradient norms, and the peak bytes of a step."""
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")  # advice on how to use fully_shard
     counted = build_model(config, plan, torch.device("cpu"))

@@ -82,7 +82,7 @@ def export_run(
             intact one.
         average: checkpoints to average in fp32, in place of ``step``: the newest, as in ``last:5``, or those of steps,
             as in ``1000,1200,1400``. Of adapters, each factor is averaged, and merged after that.
-        dtype: one of ``hugging_face.DTYPES``; training keeps its weights in fp32.
+        dtype: one of ``config_json.writing.DTYPES``; training keeps its weights in fp32.
         merged: add the adapters to the weights that the run started from, and write a full model.
         tell: called with a line for each thing written or left out.
 

@@ -34,7 +34,7 @@ _Context = Annotated[int, Field(ge=2)]
 
 
 def _only_nf4(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse quantised weights of another kind than those that ``models.quantised`` reads."""
+    """Refuse quantised weights of another kind than those that ``hugging_face.quantised`` reads."""
     kind = given.get("quant_method", "an unnamed format")
     if kind == "bitsandbytes":
         # without bnb_4bit_quant_type, transformers takes fp4

@@ -141,7 +141,7 @@ class JobHandle(ABC):
         looked_at = time.monotonic()
         pause = self.log_seconds
         logs = LogFollower(self.run)
-        news = SchedulerNotices(self.launcher.title)
+        notices = SchedulerNotices(self.launcher.title)
         submitted = datetime.fromisoformat(self.record.submitted_at).timestamp()
         stall = StallNotices(self.run, submitted, expected)
         while True:
@@ -149,7 +149,7 @@ class JobHandle(ABC):
             step = read_heartbeat(self.run)
             if step not in (None, newest, before):
                 self.waits_for = ""  # the job has started since its scheduler was asked
-            for line in news.lines(self.waits_for, is_answered=self.is_answered):
+            for line in notices.lines(self.waits_for, is_answered=self.is_answered):
                 on_waiting(line)
             # a step of an earlier job is as old as its time says; one that comes meanwhile is new whatever it says
             if step is not None and step != newest and (step != before or step.time >= submitted):

@@ -37,7 +37,7 @@ from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type
 from llama_core.schedules.walk import Held, Progress, StepState
 
 STEADY_UNITS = 3
-"""Microbatches per pipeline rank, or pairs of them, after which further ones bring no new state."""
+"""Microbatches per pipeline rank, or pairs of them, after which further ones bring no new state of a rank."""
 
 
 def estimate_memory(work: Work, *, pp_rank: int | None = None) -> MemoryProfile:

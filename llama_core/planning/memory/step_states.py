@@ -82,4 +82,4 @@ def _covers(one: Held, other: Held) -> bool:
         return False
     own = one.in_flight + one.deferred
     others = other.in_flight + other.deferred
-    return all(mine >= other for mine, other in zip(own, others, strict=True))
+    return all(amount >= least for amount, least in zip(own, others, strict=True))

@@ -45,6 +45,6 @@ def head(program: ModelProgram, x: int) -> tuple[int, int]:
 
 
 def to_inner(program: ModelProgram, x: int, a: int) -> int:
-    """Multiply by A, after a dropout, and scale where it is inner."""
+    """Multiply by A, after a dropout, and scale the product, which is narrow."""
     inner = program.product(program.dropped(x, program.lora.lora_dropout), a, program.lora.lora_rank)
     return program.result("scale", [inner], program.sizes[inner])

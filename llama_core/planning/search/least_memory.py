@@ -57,7 +57,7 @@ def least_memory_plan(
     """
     plans = []
     problems = []
-    for variant in _lean_variants(candidates, keep):
+    for variant in _variants_of_least_memory(candidates, keep):
         try:
             plan = candidates.plan(variant)
         except PlanError as error:
@@ -102,7 +102,7 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
     return None
 
 
-def _lean_variants(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
+def _variants_of_least_memory(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
     """Yield the smallest variant of every shape and division of the states, the highest ZeRO stage first."""
     smallest: dict[tuple[Shape, Sharding, int], Variant] = {}
     most_offload = candidates.offloads()[-1]

@@ -49,7 +49,7 @@ class _Pace(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """The size of the leanest layer of a rank; of an average one, without a pipeline."""
+    """The size of the smallest layer of a rank; of an average one, without a pipeline."""
 
     parameters: float
     """Parameters a rank computes with."""

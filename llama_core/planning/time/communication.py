@@ -305,8 +305,8 @@ class Messages:
             num_elements += sum(partial.values())
         # later, they have been added to those of other microbatches, in fp32
         is_reduced_as_made = self.sums_partial_every_pass or self.plan.num_microbatches == 1
-        keep_dtype = self.plan.uses_fully_shard and is_reduced_as_made
-        itemsize = self.itemsize if keep_dtype else FP32_BYTES
+        in_compute_dtype = self.plan.uses_fully_shard and is_reduced_as_made
+        itemsize = self.itemsize if in_compute_dtype else FP32_BYTES
         return Traffic("all_reduce", "tp", self.plan.tp, count, num_elements * itemsize)
 
     def partial_gradients_per_step(self, pp_rank: int) -> Iterator[Traffic]:
