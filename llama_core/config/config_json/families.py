@@ -5,7 +5,7 @@ configuration and, as the text below a key, the error message for any value that
 ``traits``, ``moe`` and the other properties turn them into those of ``ModelSpec``, and ``keys_of``
 turns them back. The required keys and ``rope.py`` are the same for all types.
 
-A relative is a Llama with traits; its ``row`` in ``model_types.py`` says which. To add one, write
+A relative is a Llama with traits; its ``row`` in ``config/model_types.py`` says which. To add one, write
 such a class with a row, and list it in ``FAMILIES``.
 """
 

@@ -109,7 +109,7 @@ class ConversationCounts:
 
 @runtime_checkable
 class AnswerRecord(Protocol):
-    """One or more answers to a prompt, in a record whose kind says how they are rendered (``records/``)."""
+    """One or more answers to a prompt, in a record whose kind says how they are rendered (``data/records/``)."""
 
     def document(self, chat: "ChatFormat", location: str, tools: Sequence[Message]) -> Document:
         """Return them as a document; raises what ``ChatFormat.document`` does."""

@@ -1,6 +1,6 @@
 """Formats of records: by which fields each is recognised, and how its records become texts or conversations.
 
-A format is a row of ``FORMATS`` of a kind of records (``records/``) with a function that reads a record.
+A format is a row of ``FORMATS`` of a kind of records (``data/records/``) with a function that reads a record.
 ``data.text_field`` and ``data.fields`` say what a source calls the fields.
 """
 
