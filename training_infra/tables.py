@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from llama_core.machine.validate import EnvironmentReport
     from llama_core.planning.memory.verdict import MemoryEstimate
     from llama_core.planning.search.least_memory import Least
-    from llama_core.planning.search.variants import ModelVariant
+    from llama_core.planning.search.model_variants import ModelVariant
     from llama_core.runs.diagnosis import Diagnosis
     from llama_core.sweep.comparison import Comparison
     from training_reports.run_comparison import RunComparison

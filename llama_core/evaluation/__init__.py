@@ -7,5 +7,5 @@
 * ``ranks``, ``worker``: how the ranks of an evaluation are started, and what one of them does
 * ``plan``: where checkpoints are evaluated, and how devices share it
 * ``evaluator``, ``jobs``: the checkpoints of a run while it trains, each in a process or a job of its own
-* ``recording``, ``score_sinks``: scores go into the run's directory, and to its trackers
+* ``recording``, ``score_trackers``: scores go into the run's directory, and to its trackers
 """

@@ -21,7 +21,7 @@ from llama_core.evaluation.jobs import Evaluations, evaluations_of
 from llama_core.evaluation.plan import evaluation_plan
 from llama_core.evaluation.questions import Devices
 from llama_core.evaluation.recording import UnrecordedError, recorded_losses, recorded_tasks
-from llama_core.evaluation.score_sinks import show_scores
+from llama_core.evaluation.score_trackers import show_scores
 from llama_core.evaluation.tasks import Asked, evaluate_tasks
 from llama_core.launch.jobs.handle import EVALUATOR
 from llama_core.log_lines import warnings_on_stderr

@@ -14,7 +14,7 @@ from llama_core.chain.environment import validate_environment
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, EnvironmentMismatchError, RunDirectoryError
-from llama_core.evaluation.score_sinks import show_scores
+from llama_core.evaluation.score_trackers import show_scores
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.evaluation.score_sinks import show_scores
+from llama_core.evaluation.score_trackers import show_scores
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
 from llama_core.records.files import now, read_json

@@ -1008,7 +1008,9 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line_that_names_t
 ):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
-    monkeypatch.setattr("llama_core.planning.search.variants.list_variants", lambda gpu_type: tempfile.gettempdir())
+    monkeypatch.setattr(
+        "llama_core.planning.search.model_variants.list_variants", lambda gpu_type: tempfile.gettempdir()
+    )
     assert cli.main(["models"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert str(tmp_path / "missing") in line

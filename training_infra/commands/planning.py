@@ -23,7 +23,7 @@ from training_infra.tables import (
 
 
 def _models(options: argparse.Namespace) -> None:
-    from llama_core.planning.search.variants import list_variants
+    from llama_core.planning.search.model_variants import list_variants
 
     variants = list_variants(options.gpu_type)
     if options.json:
