@@ -1,6 +1,7 @@
 """Which kernels a run computes with, as far as its memory and its time depend on them."""
 
 from llama_core.attention import Dtype, Kernel, chosen_kernel
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import Precision, RunConfig
 from llama_core.planning.plan import ParallelPlan
 
@@ -13,14 +14,19 @@ def runs_on_cuda(config: RunConfig) -> bool:
     return config.launch.device == "cuda"
 
 
-def attention_kernel(config: RunConfig, plan: ParallelPlan) -> Kernel:
+def attention_kernel(config: RunConfig, plan: ParallelPlan, spec: ModelSpec | None = None) -> Kernel:
     """Return what serves attention of all layers when a resolved ``config`` runs under ``plan``.
+
+    Args:
+        config: the configuration.
+        plan: how its ranks divide the model.
+        spec: another model than that of ``config``, on the same rows.
 
     Raises:
         PlanError: if no kernel does what the model needs.
     """
     return chosen_kernel(
-        [needs._replace(documents=config.data.document_mask) for needs in config.spec.attentions],
+        [needs._replace(documents=config.data.document_mask) for needs in (spec or config.spec).attentions],
         device=config.launch.device,
         dtype=ACTIVATIONS[config.training.precision],
         asked=plan.attention,

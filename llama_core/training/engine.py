@@ -316,7 +316,7 @@ def build_model(
         compute_dtype=compute_dtype or COMPUTE_DTYPES[precision],
         weight_dtype=weight_dtype,
         fp8=precision == "fp8" and compute_dtype is None,
-        documents=attention_kernel(config, plan).told,
+        documents=attention_kernel(config, plan, spec).told,
         objective=build_objective(config.training),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch, ones_per_token
@@ -26,6 +27,7 @@ class StepInputs:
         objective: what the model is trained for.
         device: where the microbatches are to be.
         share_of_whole_rows: the share of the rows that are a single document.
+        spec: another model than that of ``config``, which the microbatches are for.
     """
 
     def __init__(
@@ -36,13 +38,14 @@ class StepInputs:
         device: torch.device,
         *,
         share_of_whole_rows: float = 0.0,
+        spec: ModelSpec | None = None,
     ) -> None:
         self._config = config
         self._plan = plan
         self._objective = objective
         self._device = device
-        kernel = attention_kernel(config, plan)
-        self._hides_in_document = any(needs.hides_in_document for needs in config.spec.attentions)
+        kernel = attention_kernel(config, plan, spec)
+        self._hides_in_document = any(needs.hides_in_document for needs in (spec or config.spec).attentions)
         self._takes_documents = kernel.told == "varlen"
         # context-parallel ranks would have to send the keys around a ring instead
         has_causal_kernel = not kernel.divides_rows and not mixes_up_random_state(plan)

@@ -55,9 +55,10 @@ def refer_to_teacher(
         return
     activity.tell(f"computing what the {references.reference.name} makes of the data")
     objective = build_objective(config.training)
-    inputs = StepInputs(config, plan, objective, device)
+    spec = spec_before_run(config)
+    inputs = StepInputs(config, plan, objective, device, spec=spec)
     references.weights = source
-    with _held(config, spec_before_run(config), plan, device, Path(source)) as teacher:
+    with _held(config, spec, plan, device, Path(source)) as teacher:
         measure = partial(
             measured,
             objective=objective,

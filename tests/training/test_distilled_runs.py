@@ -22,14 +22,18 @@ from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
-from llama_core.errors import ConfigError, DataError, StoppedError, WeightsError
+from llama_core.errors import ConfigError, DataError, PlanError, StoppedError, WeightsError
 from llama_core.hugging_face.pretrained import resolve_pretrained
 from llama_core.machine.detect import detect_machine
 from llama_core.models.batch import with_places
+from llama_core.models.objective import build_objective
 from llama_core.objectives.distill import LOGS, REST, TOKENS
 from llama_core.planning.before import bytes_before_run
+from llama_core.planning.kernels import attention_kernel
 from llama_core.planning.memory.host import host_memory
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.search import candidates
+from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.time.step_time import forward_flops_per_token, forward_time
 from llama_core.planning.work import Work
 from llama_core.records.directory import RunDirectory
@@ -37,6 +41,7 @@ from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.trace import _fake_batch, alone_among
 from llama_core.training.engine import build_model
+from llama_core.training.inputs import StepInputs
 from llama_core.training.reference import References
 from llama_core.training.trainer import Trainer
 
@@ -215,6 +220,39 @@ def test_the_forward_of_a_teacher_takes_what_is_estimated_or_somewhat_less(tmp_p
     assert fullest <= estimated <= 1.15 * fullest
     refused = planned_as(config, replace(detect_machine(), memory_bytes=estimated // 2), plan=ParallelPlan())
     assert "before the first step, the teacher takes" in refused.estimate.refusal
+
+
+@pytest.mark.parametrize(
+    ("traits", "parallel", "problem"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 3}, {"gpus": 2, "tp": 2}, "tp=2 does not divide the 3 key/value heads"),
+        ({"num_layers": 2}, {"gpus": 4, "pp": 4}, "4 pipeline stages .* are more than the 2 layers"),
+        ({"attention_soft_cap": 20.0}, {"gpus": 2, "cp": 2}, "attention with soft cap has no kernel .*use parallel.cp=1"),
+    ],
+)
+def test_a_plan_that_cannot_divide_the_teacher_is_refused_before_a_job(
+    tmp_path, monkeypatch, traits, parallel, problem
+):
+    teacher = replace(folder_of_teacher(tmp_path), **traits)
+    monkeypatch.setattr(candidates, "spec_before_run", lambda config: teacher)
+    training = {"objective": "distill", "teacher": str(tmp_path), "seq_len": 512, "batch_size": 8}
+    request = {"model": "tiny_llama3_50m", "training": training, "parallel": parallel, "launch": {"device": "cpu"}}
+    with pytest.raises(PlanError, match=rf"^training\.teacher: .*{problem}"):
+        choose_plan(RunConfig.from_mapping(request), None)
+
+
+def test_a_teacher_is_told_of_rows_what_its_own_kernel_takes(tmp_path):
+    """A capped one beside a student without a cap needs a mask, where the student's kernel takes documents."""
+    capped = replace(folder_of_teacher(tmp_path), attention_soft_cap=20.0)
+    training = {"objective": "distill", "teacher": str(tmp_path), "precision": "bf16", "seq_len": 512}
+    launch = {"device": "cuda", "gpu_type": "h100"}
+    config = RunConfig.from_mapping({"model": "tiny_llama3_50m", "training": training, "launch": launch})
+    assert [attention_kernel(config, PLAN, spec).told for spec in (None, capped)] == ["varlen", "mask"]
+    of_teacher = StepInputs(config, PLAN, build_objective(config.training), torch.device("cpu"), spec=capped)
+    (rows, *_) = of_teacher.examples()
+    assert rows.documents is None
+    assert rows.positions_BS is not None
+    build_model(config, PLAN, torch.device("cpu"), spec=capped)
 
 
 def folder_of_teacher(folder):

@@ -14,10 +14,14 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from llama_core.config.hardware import DeviceSpec
+from llama_core.config.models import ModelSpec
 from llama_core.config.run import MAX_MICROBATCHES, Offload, RecomputeMode, RunConfig, ZeroStage
+from llama_core.errors import PlanError
+from llama_core.planning.before import spec_before_run, weights_before_run
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.search.degrees import Degrees
 from llama_core.schedules.registry import DEFAULT_SCHEDULE, schedule_type, searched_schedules
@@ -369,7 +373,21 @@ class Candidates:
         )
         for seq_len in config.seq_lens:
             plan.check(config.spec, seq_len=seq_len, precision=config.training.precision)
+            self._check_before_run(plan, seq_len)
         if config.training.batch_ramp and num_microbatches is None:
             for count in self._counts(shape, variant.microbatch_size):
                 replace(plan, num_microbatches=count)  # refuses one that the schedule cannot have
         return plan
+
+    def _check_before_run(self, plan: ParallelPlan, seq_len: int) -> None:
+        """Refuse a plan that cannot divide the model whose forward there is before the run, such as a teacher."""
+        if self._model_before_run is None:
+            return
+        try:
+            plan.check(self._model_before_run, seq_len=seq_len, precision=self.config.training.precision)
+        except PlanError as error:
+            raise PlanError(f"training.teacher: {error}") from None
+
+    @cached_property
+    def _model_before_run(self) -> ModelSpec | None:
+        return None if weights_before_run(self.config) is None else spec_before_run(self.config)
