@@ -59,9 +59,6 @@ Moves = Literal["nothing", "ring", "gather", "exchange", "cache"]
 block, gather them, or exchange their tokens of all heads for all tokens of some heads; a cache keeps those of earlier
 forwards."""
 
-STATED_BY_MODEL = ("sliding_window", "windowed_layers", "attention_soft_cap")
-"""The fields of ``ModelSpec``, beside sizes, that needs of layers follow from, and that no weight shows."""
-
 
 class AttentionNeeds(NamedTuple):
     """What attention of one layer has to compute, whatever kernel does it."""

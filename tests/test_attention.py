@@ -1,14 +1,13 @@
 """One table says which kernel computes attention: each choice of a run follows from what its layers need."""
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from llama_core.attention import (
     KERNELS,
-    STATED_BY_MODEL,
     AttentionNeeds,
     check_cached,
     chosen_kernel,
@@ -97,13 +96,6 @@ def test_a_cache_refuses_in_one_line_what_it_does_not_serve():
         r"\(cache, cache with all scores\), so no text can be generated\Z",
     ):
         check_cached([PLAIN, NEEDS["both"]])
-
-
-def test_the_fields_of_a_model_that_needs_follow_from_are_fields():
-    spec = replace(model_spec("mistral_7b"), attention_soft_cap=5.0)
-    assert set(STATED_BY_MODEL) <= {field.name for field in fields(spec)}
-    plain = replace(spec, **{field.name: field.default for field in fields(spec) if field.name in STATED_BY_MODEL})
-    assert plain.attentions == {AttentionNeeds(32, 8, 128)}
 
 
 def test_what_no_kernel_serves_is_refused_in_one_line():

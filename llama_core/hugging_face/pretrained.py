@@ -1,11 +1,10 @@
 """Initial weights, inspected without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
 
-from llama_core.attention import STATED_BY_MODEL
 from llama_core.config.config_json.reading import read_folder
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import ModelSpec
@@ -46,8 +45,20 @@ _CONFIG = "config.yaml"
 _EMBEDDING = "model.embed_tokens.weight"
 _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
-_MOVABLE = ("rope_theta", "rope_scaling", "norm_eps", *STATED_BY_MODEL)
-"""Traits that shapes do not show either, but that may differ on purpose, as for longer sequences."""
+_SHOWN_BY_WEIGHTS = (
+    *("hidden_size", "num_layers", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
+    *("qkv_bias", "qk_norm", "qk_norm_width", "norms"),
+)
+"""Traits by which names or shapes of weights differ, so that ``check_weights`` compares them."""
+_NOT_OF_WEIGHTS = (
+    *("name", "family", "max_context", "default_seq_len", "instruct"),
+    *("moe", "lora", "trainable", "base"),
+)
+"""Fields that say what a model is called, used for and trained by, and experts, which a dense model may become."""
+_MOVABLE = tuple(
+    trait.name for trait in fields(ModelSpec) if trait.name not in (*_FIXED, *_SHOWN_BY_WEIGHTS, *_NOT_OF_WEIGHTS)
+)
+"""All other traits, which no weight shows, but which may differ on purpose, as for longer sequences."""
 
 
 @dataclass(frozen=True)

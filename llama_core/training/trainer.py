@@ -189,7 +189,7 @@ class Trainer:
             config,
             self.progress,
             utilisation=self.utilisation,
-            formats=self.reports.formats | dict(config.objective.shown),
+            reports=self.reports,
             on_step=on_step,
         )
         self.bad_steps = BadSteps(

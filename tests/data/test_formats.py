@@ -322,6 +322,14 @@ def test_a_format_that_is_added_makes_other_caches(tmp_path, monkeypatch):
     assert np.array_equal(rows_of(tmp_path, source), before)
 
 
+def test_a_format_may_have_a_text_among_its_fields(tmp_path, monkeypatch):
+    source = write_records(tmp_path / "a.jsonl", [{"text": text, "grade": "good"} for text in TEXTS])
+    graded = formats.RecordFormat("graded texts", ("text", "grade"), lambda record: record.string("text"))
+    monkeypatch.setattr(formats, "FORMATS", (graded, *formats.FORMATS))
+    rows_of(tmp_path, source)
+    assert notes_of(tmp_path, source)[0].startswith("recognised by their fields: 40 graded texts ('text' and 'grade')")
+
+
 NAMED = {
     "pairs": (
         [{"question": asked, "answer": said, "text": "another"} for asked, said in PAIRS],

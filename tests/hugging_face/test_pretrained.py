@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from architectures import BLOCK, NEEDS, VALUES
 from hugging_face_models import model_with_large_weights, renamed
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,6 +16,7 @@ from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, WeightsError
+from llama_core.hugging_face import pretrained
 from llama_core.hugging_face.pretrained import (
     check_pretrained,
     has_own_head,
@@ -25,6 +27,7 @@ from llama_core.hugging_face.pretrained import (
     where_stored,
 )
 from llama_core.hugging_face.weight_files import read_tensors
+from llama_core.hugging_face.weight_names import hugging_face_shapes
 from llama_core.records.checkpoints import LAYOUT, STATE, checkpoint_name, write_manifest
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
@@ -67,6 +70,13 @@ def refusal(folder, spec=SPEC):
         refuse_own_head(spec, origin_of(folder))
     assert "\n" not in str(refused.value)
     return str(refused.value)
+
+
+@pytest.mark.parametrize("trait", [name for name in VALUES if "." not in name and name != "trainable"])
+def test_a_trait_that_no_weight_shows_is_compared_with_that_of_the_weights(trait):
+    plain, other = (replace(BLOCK, **NEEDS.get(trait, {}) | {trait: value}) for value in VALUES[trait][:2])
+    is_shown = hugging_face_shapes(plain) != hugging_face_shapes(other)
+    assert is_shown or trait in {*pretrained._FIXED, *pretrained._MOVABLE}
 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])

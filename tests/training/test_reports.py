@@ -66,7 +66,6 @@ def counted(path):
     told = []
     one = trainer(run, steps=3, plan=ParallelPlan(dp_replicate=2, microbatch_size=2))
     one.parts = (Counts(one.progress, one.reports), *one.parts)
-    one.metrics.formats |= one.reports.formats
     one.metrics.on_step = told.append
     one.fit()
     return [record.shown for record in told]

@@ -211,7 +211,8 @@ class FieldNames:
         for name in names:
             value = values.get(name)
             # a string in the field that somebody chose for texts is a text, whatever the field is called
-            if value is None or (name == self.text and not row.is_text and isinstance(value, str)):
+            is_for_texts = name == self.text and TEXT_FIELD not in row.fields
+            if value is None or (is_for_texts and isinstance(value, str)):
                 return False
         return True
 

@@ -14,7 +14,7 @@ from llama_core.training.parts.memory import MEMORY_ALLOCATED, MEMORY_PEAK, MEMO
 from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.rates import learning_rate
-from llama_core.training.reports import in_words
+from llama_core.training.reports import Reports, in_words
 
 
 class MetricsLog(LoopPart):
@@ -25,7 +25,7 @@ class MetricsLog(LoopPart):
         config: its configuration.
         progress: how far it is.
         utilisation: computes the MFU.
-        formats: how the console shows some metrics, by name.
+        reports: what parts of the loop report of a step; one may be declared until the first step.
         on_step: called with every record on the first rank, after the sinks.
     """
 
@@ -36,17 +36,22 @@ class MetricsLog(LoopPart):
         progress: RunProgress,
         *,
         utilisation: FlopsUtilisation,
-        formats: Mapping[str, str],
+        reports: Reports,
         on_step: Callable[[StepRecord], None],
     ) -> None:
         self._run = run
         self._config = config
         self._progress = progress
         self._utilisation = utilisation
-        self.formats = formats
+        self._reports = reports
         self.on_step = on_step
         self._sinks: MetricsSinks | None = None
         """None on other ranks than the first."""
+
+    @property
+    def formats(self) -> Mapping[str, str]:
+        """How the console shows some metrics, by name: those of parts, then those of the objective."""
+        return self._reports.formats | dict(self._config.objective.shown)
 
     def begin(self) -> None:
         """Open the sinks."""
