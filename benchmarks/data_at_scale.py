@@ -26,12 +26,12 @@ from benchmarks.pages import publish
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat.chat_format import ConversationCounts
-from llama_core.data.files.formats import FormatCounts
+from llama_core.data.chat import ConversationCounts
+from llama_core.data.formats import FormatCounts
 from llama_core.data.shards.shard import OFFSETS, TEXT_HASHES, TOKENS, Shard, ShardFacts
 from llama_core.data.shards.token_cache import TokenCache, manifest_of, write_manifest
 from llama_core.data.tokenising import found_source
-from llama_core.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, token_dtype
+from llama_core.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from llama_core.machine.detect import cpu_model
 from llama_core.units import MIB
 
@@ -165,8 +165,8 @@ def _text_files(folder: Path, num_files: int) -> list[Path]:
 
 def with_shards(files: Sequence[Path], tokenizer: Path, folder: Path) -> None:
     """Tokenise files as ``training-infra tokenize --workers 1`` does."""
-    from llama_core.data.files.find import find_files
-    from llama_core.data.files.formats import FieldNames
+    from llama_core.data.find import find_files
+    from llama_core.data.formats import FieldNames
     from llama_core.data.shards import grouping
     from llama_core.data.shards.workers import ShardOrder, Start, build_orders
 

@@ -212,13 +212,13 @@ def tokenising() -> Figures:
 
     from llama_core.config.models import model_spec
     from llama_core.config.settings import DataConfig
-    from llama_core.data.chat.chat_format import chat_format
-    from llama_core.data.files.find import find_files
-    from llama_core.data.files.formats import FieldNames
+    from llama_core.data.chat import chat_format
+    from llama_core.data.find import find_files
+    from llama_core.data.formats import FieldNames
     from llama_core.data.sample import sample_file
     from llama_core.data.shards.store import Recipe
     from llama_core.data.shards.token_cache import cached_tokens
-    from llama_core.data.tokenizers.tokenizer import load_tokenizer
+    from llama_core.data.tokenizer import load_tokenizer
 
     figures = Figures()
     with tempfile.TemporaryDirectory() as temporary:

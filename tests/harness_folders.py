@@ -9,7 +9,7 @@ import yaml
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from llama_core.data.chat.chat_template import LLAMA3, MARKERS
+from llama_core.data.templates.chat_template import LLAMA3, MARKERS
 
 CONTEXT = 96
 TEXT = "one two three four five six seven eight nine ten red green blue what is the colour of a house and a tree"

@@ -13,9 +13,9 @@ from llama_core.config.config_json.reading import ignored_settings
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DataConfig, DataSource, paths_of
-from llama_core.data.files.file_kinds import kind_of
-from llama_core.data.files.find import is_data_file
+from llama_core.data.file_kinds.kinds import kind_of
 from llama_core.data.files.splits import is_held_out
+from llama_core.data.find import is_data_file
 from llama_core.errors import HubError
 from llama_core.hub import HubCommit, HubName, RepositoryKind, at_revision, download, folder_of, look_up
 from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS

@@ -1,10 +1,10 @@
 """Paths of a run's data that hold wherever its processes start."""
 
 from llama_core.config.settings import DATALOADER, SAMPLE, DataConfig
-from llama_core.data.chat.chat_template import BUILT_IN
 from llama_core.data.files.remote import is_remote
 from llama_core.data.sample import sample_tokenizer
-from llama_core.data.tokenizers.tokenizer import BYTES
+from llama_core.data.templates.chat_template import BUILT_IN
+from llama_core.data.tokenizer import BYTES
 from llama_core.records.files import cache_directory, user_path
 
 

@@ -15,7 +15,7 @@ from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.end_tokens import end_of_learnt_turn, trains_on_conversations
 from llama_core.data.statistics import DataStatistics, write_statistics
-from llama_core.data.tokenizers.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
+from llama_core.data.tokenizer import Tokenizer, difference, load_tokenizer, num_moved_tokens
 from llama_core.errors import (
     ConfigError,
     DataError,

@@ -14,15 +14,15 @@ from llama_core.chain.downloads import INITIAL_WEIGHTS, resolve
 from llama_core.chain.paths import data_from_anywhere
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE, DataSource, paths_of
+from llama_core.data.corpus import OnProgress
 from llama_core.data.datasets import load_datasets
-from llama_core.data.files.corpus import OnProgress
-from llama_core.data.files.find import find_files
 from llama_core.data.files.source_file import SourceFile, total_bytes
+from llama_core.data.find import find_files
 from llama_core.data.shards.grouping import grouped
 from llama_core.data.shards.store import find_shards, probably_missing, remove_abandoned
 from llama_core.data.shards.workers import ShardOrder, Start, build_orders, num_cores
 from llama_core.data.tokenising import FoundSource, found_source, naming, writing_to
-from llama_core.data.tokenizers.tokenizer import model_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launchers.registry import with_nodes

@@ -1,8 +1,10 @@
 """From text to batches.
 
-* ``files/``: the records of a source's files
+* ``find``, ``corpus``, ``formats``, ``undivided``: the files of a source, its documents, what a record is read as, and
+  token ids without a table of documents; ``files/`` and ``file_kinds/`` open and read them
 * ``records/``: the kinds of records that objectives read
-* ``tokenizers/``, ``chat/``: texts and conversations become tokens
+* ``tokenizer``, ``chat``: texts and conversations become tokens; ``tokenizers/`` and ``templates/`` do the reading and
+  the rendering, ``byte_level`` writes the byte tokenizer as files
 * ``shards/``: tokens on disk
 * ``tokenising``: all of that for the sources of a run
 * ``selection``, ``packing``, ``mixture``: documents that are trained on or held out, rows of them, the order of rows

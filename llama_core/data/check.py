@@ -7,7 +7,7 @@ from functools import partial
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DATALOADER, SAMPLE, DataConfig, DataSource, name_of, paths_of
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat.chat_format import (
+from llama_core.data.chat import (
     ChatFormat,
     ConversationCounts,
     about_frame,
@@ -16,13 +16,13 @@ from llama_core.data.chat.chat_format import (
     encode,
     notes,
 )
-from llama_core.data.files.corpus import Document, Tally, read_documents
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames, FormatCounts
+from llama_core.data.corpus import Document, Tally, read_documents
 from llama_core.data.files.source_file import SourceFile, total_bytes
-from llama_core.data.files.undivided import TokenLayout
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames, FormatCounts
 from llama_core.data.tokenising import refuse_sample
-from llama_core.data.tokenizers.tokenizer import Tokenizer, model_tokenizer
+from llama_core.data.tokenizer import Tokenizer, model_tokenizer
+from llama_core.data.undivided import TokenLayout
 from llama_core.errors import DataError
 from llama_core.objectives.records import DOCUMENTS
 from llama_core.units import MIB

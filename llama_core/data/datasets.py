@@ -13,13 +13,13 @@ import numpy as np
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DataConfig, DataSource
 from llama_core.config.stages import TrainingStage, part_name, rows_before
-from llama_core.data.files.corpus import OnProgress
+from llama_core.data.corpus import OnProgress
 from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedConversations, PackedDataset, pack
 from llama_core.data.selection import Selection, Split, everything, hold_out_known, hold_out_lowest
 from llama_core.data.statistics import DataStatistics, data_statistics
 from llama_core.data.tokenising import TokenisedSource, tokenised
-from llama_core.data.tokenizers.tokenizer import model_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX, Batch
 from llama_core.objectives.next_token import NEXT_TOKEN

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from llama_core.config.run import RunConfig
-from llama_core.data.chat.chat_format import chat_format
-from llama_core.data.chat.chat_template import ChatTemplate
-from llama_core.data.chat.rendering import TemplateRefusalError
+from llama_core.data.chat import chat_format
 from llama_core.data.statistics import refuse_other_digest
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.templates.rendering import TemplateRefusalError
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.hugging_face.generation_config import end_tokens, generation_config
 from llama_core.hugging_face.pretrained import is_checkpoint

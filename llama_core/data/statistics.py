@@ -9,12 +9,12 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.settings import UNNAMED, DataConfig
 from llama_core.config.stages import TrainingStage, source_name
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat.chat_format import ConversationCounts, about_frame, about_vocabulary, notes
+from llama_core.data.chat import ConversationCounts, about_frame, about_vocabulary, notes
 from llama_core.data.entropy import Entropies, token_entropies
 from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedConversations, PackedDataset
 from llama_core.data.tokenising import TokenisedSource
-from llama_core.data.tokenizers.tokenizer import BYTES, Tokenizer
+from llama_core.data.tokenizer import BYTES, Tokenizer
 from llama_core.errors import DataError, RunDirectoryError
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import SAMPLE, DataConfig, DataSource, name_of, paths_of
-from llama_core.data.chat.chat_format import ChatFormat, chat_format
-from llama_core.data.files.corpus import OnProgress
-from llama_core.data.files.find import FoundFiles, find_files
-from llama_core.data.files.formats import FieldNames, formats_of
+from llama_core.data.chat import ChatFormat, chat_format
+from llama_core.data.corpus import OnProgress
+from llama_core.data.find import FoundFiles, find_files
+from llama_core.data.formats import FieldNames, formats_of
 from llama_core.data.sample import sample_file
 from llama_core.data.shards.store import Recipe
 from llama_core.data.shards.token_cache import TokenCache, cached_tokens
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError, safe
 from llama_core.objectives.records import DOCUMENTS, RECORD_KINDS
 from llama_core.records.file_owners import own_folder

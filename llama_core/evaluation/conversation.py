@@ -5,10 +5,10 @@ from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.chat.chat_template import ChatTemplate
-from llama_core.data.chat.rendering import Message, TemplateRefusalError
 from llama_core.data.end_tokens import end_of_turn, learnt_template, trains_on_conversations
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.templates.rendering import Message, TemplateRefusalError
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.evaluation.generate import TextModel, check_text
 

@@ -14,7 +14,7 @@ from llama_core.config.settings import DATALOADER
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
 from llama_core.data.end_tokens import ends_of_texts
 from llama_core.data.statistics import refuse_other_digest
-from llama_core.data.tokenizers.tokenizer import Tokenizer, decode_stream, model_tokenizer
+from llama_core.data.tokenizer import Tokenizer, decode_stream, model_tokenizer
 from llama_core.errors import (
     ConfigError,
     DataError,

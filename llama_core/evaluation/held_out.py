@@ -15,7 +15,7 @@ from llama_core.data.files.remote import is_remote
 from llama_core.data.packing import PackedDataset, pack
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
-from llama_core.data.tokenizers.tokenizer import model_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.evaluation.generate import own_tokenizer, tokenizer_of
 from llama_core.evaluation.questions import ONE_DEVICE, All, AskedModel, Devices, OnProgress, Tell, ask

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, Sel
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.evaluation.generate import choose_device, find_model, own_tokenizer
 from llama_core.evaluation.plan import EvaluationPlan, shared_plan

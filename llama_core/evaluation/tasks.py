@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
-from llama_core.data.chat.chat_template import ChatTemplate
-from llama_core.data.chat.rendering import TemplateRefusalError
 from llama_core.data.end_tokens import end_of_turn, ends_of_texts
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.templates.rendering import TemplateRefusalError
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import ConfigError, DataError, EnvironmentMismatchError
 from llama_core.evaluation.conversation import template_of
 from llama_core.evaluation.generate import check_text, own_tokenizer

@@ -16,11 +16,10 @@ from llama_core.config.config_json.writing import config_json
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
+from llama_core.data.byte_level import write_byte_tokenizer
 from llama_core.data.end_tokens import end_of_learnt_turn, learnt_template, trains_on_conversations
 from llama_core.data.statistics import refuse_other_digest
-from llama_core.data.tokenizers.byte_level import write_byte_tokenizer
-from llama_core.data.tokenizers.files import SENTENCEPIECE, TOKENIZER_CONFIG
-from llama_core.data.tokenizers.tokenizer import (
+from llama_core.data.tokenizer import (
     BYTES,
     HuggingFaceTokenizer,
     Tokenizer,
@@ -28,6 +27,7 @@ from llama_core.data.tokenizers.tokenizer import (
     load_tokenizer,
     tokenizer_file,
 )
+from llama_core.data.tokenizers.files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.hugging_face.bases import refuse_other_base_of, refuse_unfit_base

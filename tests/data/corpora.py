@@ -16,14 +16,14 @@ import pyarrow.parquet as pq
 from hypothesis import strategies as st
 
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat.chat_format import ChatFormat, ConversationCounts, encode
-from llama_core.data.chat.chat_template import BUILT_IN, ChatTemplate
-from llama_core.data.files.corpus import Document
-from llama_core.data.files.formats import FormatCounts
+from llama_core.data.chat import ChatFormat, ConversationCounts, encode
+from llama_core.data.corpus import Document
+from llama_core.data.formats import FormatCounts
 from llama_core.data.selection import hold_out_known
 from llama_core.data.shards.shard import IGNORED, IS_CONVERSATION, OFFSETS, TEXT_HASHES, TOKENS, Shard, ShardFacts
 from llama_core.data.shards.token_cache import TokenCache
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.templates.chat_template import BUILT_IN, ChatTemplate
+from llama_core.data.tokenizer import ByteTokenizer
 
 NOWHERE = Path("/dev/null/nowhere")
 """A folder that cannot be made."""

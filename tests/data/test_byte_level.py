@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from llama_core.data.tokenizers.byte_level import write_byte_tokenizer
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer, load_tokenizer
+from llama_core.data.byte_level import write_byte_tokenizer
+from llama_core.data.tokenizer import ByteTokenizer, load_tokenizer
 from llama_core.errors import EnvironmentMismatchError
 
 OURS = ByteTokenizer()

@@ -24,11 +24,11 @@ from trained_tokenizers import byte_level, sentence_piece
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.bad_lines import UnusableRecordError
-from llama_core.data.chat.chat_format import ChatFormat, chat_format, encode
-from llama_core.data.chat.chat_template import BUILT_IN, ChatTemplate
+from llama_core.data.chat import ChatFormat, chat_format, encode
 from llama_core.data.check import check_data
 from llama_core.data.files.source_file import SourceFile
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
+from llama_core.data.templates.chat_template import BUILT_IN, ChatTemplate
+from llama_core.data.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
 from llama_core.errors import DataError
 
 LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]

@@ -13,9 +13,9 @@ from corpora import write_jsonl, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.data.files.corpus import Document, Tally, read_documents
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames
+from llama_core.data.corpus import Document, Tally, read_documents
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError
 from llama_core.units import MIB
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.config.settings import UNNAMED
-from llama_core.data.chat.chat_format import ConversationCounts
+from llama_core.data.chat import ConversationCounts
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
 from llama_core.data.mixture import Mixture
 from llama_core.data.packing import PackedDataset

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer, HuggingFaceTokenizer, decode_stream
+from llama_core.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, decode_stream
 
 
 def saved(folder, tokenizer):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llama_core.data import entropy
 from llama_core.data.entropy import token_entropies
 from llama_core.data.selection import everything
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.tokenizer import ByteTokenizer
 
 VOCAB = ByteTokenizer.vocab_size
 

@@ -8,12 +8,15 @@ import pyarrow as pa
 import pytest
 from corpora import write_jsonl
 
-from llama_core.data.files import file_kinds, find, json_values, source_file
-from llama_core.data.files.corpus import Document, Tally, read_documents
-from llama_core.data.files.file_kinds import KINDS, index_of
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames
+from llama_core.data import find
+from llama_core.data.corpus import Document, Tally, read_documents
+from llama_core.data.file_kinds import json_values
+from llama_core.data.file_kinds import kinds as file_kinds
+from llama_core.data.file_kinds.kinds import KINDS, index_of
+from llama_core.data.files import source_file
 from llama_core.data.files.source_file import COMPRESSIONS
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError
 from llama_core.units import MIB
 

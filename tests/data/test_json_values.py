@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llama_core.data.files import json_values
-from llama_core.data.files.corpus import Document, Tally, read_documents
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames
-from llama_core.data.files.json_values import json_records
+from llama_core.data.corpus import Document, Tally, read_documents
+from llama_core.data.file_kinds import json_values
+from llama_core.data.file_kinds.json_values import json_records
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError
 from llama_core.units import MIB
 

@@ -9,7 +9,7 @@ from llama_core.config.run import DataConfig
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets, validation_batches
 from llama_core.data.records.labelled_answers import PackedLabelledAnswers
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.models.kto import mismatched

@@ -12,12 +12,12 @@ from trained_tokenizers import byte_level
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
-from llama_core.data.chat.chat_format import ChatFormat
-from llama_core.data.chat.chat_template import ChatTemplate
+from llama_core.data.chat import ChatFormat
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.records.pairs import Pair
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer, TemplateSource
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.tokenizer import ByteTokenizer, TemplateSource
 
 SPEC = replace(model_spec("tiny_llama3_50m"), vocab_size=300)
 EACH = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}|{% endif %}\n{% endfor %}"

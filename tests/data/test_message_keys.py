@@ -14,10 +14,10 @@ from corpora import chat_of
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.bad_lines import UnusableRecordError
-from llama_core.data.chat.chat_format import ChatFormat, encode
-from llama_core.data.chat.chat_template import ChatTemplate
+from llama_core.data.chat import ChatFormat, encode
 from llama_core.data.datasets import load_datasets
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer, TemplateSource
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.tokenizer import ByteTokenizer, TemplateSource
 from llama_core.errors import DataError
 from llama_core.objectives.preferences import DPO
 

@@ -7,11 +7,11 @@ from corpora import byte_cache, chosen, conversations, texts
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from llama_core.data.chat.chat_format import ChatFormat
-from llama_core.data.chat.chat_template import ChatTemplate
+from llama_core.data.chat import ChatFormat
 from llama_core.data.packing import PackedConversations, PackedDataset, best_fit
 from llama_core.data.selection import everything
-from llama_core.data.tokenizers.tokenizer import TemplateSource
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.tokenizer import TemplateSource
 from llama_core.models import loss
 from llama_core.models.batch import IGNORE_INDEX
 

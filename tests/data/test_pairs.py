@@ -14,7 +14,7 @@ from llama_core.config.run import DataConfig, RunConfig
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets, validation_batches
 from llama_core.data.records.pairs import PackedPairs
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import ConfigError, DataError
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.objectives.preferences import DPO, KTO, SIMPO

@@ -25,8 +25,8 @@ from llama_core.config.run import DataConfig, RunConfig
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
 from llama_core.data.files import remote
-from llama_core.data.files.find import find_files
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.find import find_files
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 TEXTS = [f"text number {number}, " * (1 + number % 4) for number in range(40)]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.data.files.corpus import Document, Tally, read_documents
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames
+from llama_core.data.corpus import Document, Tally, read_documents
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.data.sample import SAMPLE_VOCABULARY, sample_file, sample_tokenizer
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 

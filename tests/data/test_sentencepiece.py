@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llama_core.config.pretrained import settings_of_weights
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 ROOT = Path(__file__).parents[2]

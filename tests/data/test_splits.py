@@ -13,10 +13,10 @@ from llama_core.chain.downloads import resolve
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig, RunConfig
 from llama_core.data.check import check_data
+from llama_core.data.corpus import Tally, read_documents
 from llama_core.data.datasets import load_datasets
-from llama_core.data.files.corpus import Tally, read_documents
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError
 
 SPEC = replace(model_spec("tiny_llama3_50m"), vocab_size=300)

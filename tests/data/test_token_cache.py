@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from corpora import chat_of, texts_in, write_jsonl, write_texts
 
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames
 from llama_core.data.selection import everything
 from llama_core.data.shards import grouping, token_cache
 from llama_core.data.shards import store as shard_store
 from llama_core.data.shards.store import ABANDONED_AFTER_SECONDS, Recipe
 from llama_core.data.shards.token_cache import cached_tokens
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 
 DOCUMENTS = ["drei, vier", "one", "two\n"]

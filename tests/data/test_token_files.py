@@ -15,10 +15,10 @@ from pyarrow import feather
 
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
+from llama_core.data import undivided
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
-from llama_core.data.files import undivided
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 TEXTS = [f"text number {number}, " * (1 + number % 4) for number in range(40)]

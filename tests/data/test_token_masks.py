@@ -14,7 +14,7 @@ from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.bad_lines import UnusableRecordError
 from llama_core.data.datasets import load_datasets, validation_batches
-from llama_core.data.files.formats import FieldNames, FormatCounts, read_record
+from llama_core.data.formats import FieldNames, FormatCounts, read_record
 from llama_core.errors import DataError
 from llama_core.models.batch import IGNORE_INDEX
 

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from llama_core.config.models import model_spec
 from llama_core.config.settings import DataConfig
-from llama_core.data.chat.chat_format import chat_format
-from llama_core.data.tokenizers.tokenizer import (
+from llama_core.data.chat import chat_format
+from llama_core.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     difference,

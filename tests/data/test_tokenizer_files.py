@@ -12,7 +12,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from trained_tokenizers import with_template
 from transformers import AutoTokenizer
 
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 WORDS = ["a small house stood by the wide river", "user asks and assistant answers: 12 + 30 = 42", "é漢 ▁x"] * 4

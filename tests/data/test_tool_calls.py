@@ -19,13 +19,13 @@ from trained_tokenizers import byte_level
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.bad_lines import UnusableRecordError
-from llama_core.data.chat.chat_format import ChatFormat, chat_format, encode
-from llama_core.data.chat.chat_template import BUILT_IN, ChatTemplate
+from llama_core.data.chat import ChatFormat, chat_format, encode
 from llama_core.data.check import check_data
-from llama_core.data.files.corpus import Tally, read_documents
-from llama_core.data.files.find import find_files
-from llama_core.data.files.formats import FieldNames, FormatCounts, read_record
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
+from llama_core.data.corpus import Tally, read_documents
+from llama_core.data.find import find_files
+from llama_core.data.formats import FieldNames, FormatCounts, read_record
+from llama_core.data.templates.chat_template import BUILT_IN, ChatTemplate
+from llama_core.data.tokenizer import ByteTokenizer, TemplateSource, load_tokenizer
 from llama_core.errors import DataError
 
 MARKERS = ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|im_start|>", "<|im_end|>"]

@@ -19,7 +19,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.packing import pack
 from llama_core.data.selection import everything
 from llama_core.data.tokenising import tokenised
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, DataError, RunDirectoryError, WeightsError
 from llama_core.evaluation import evaluator
 from llama_core.evaluation import ranks as evaluation_ranks

@@ -21,12 +21,12 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from llama_core.chain.prepare import other_tokenizer, prepare_run
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.data.chat.chat_format import chat_format
-from llama_core.data.chat.chat_template import LLAMA3, MARKERS
+from llama_core.data.chat import chat_format
 from llama_core.data.datasets import load_datasets
 from llama_core.data.end_tokens import learnt_template
 from llama_core.data.statistics import write_statistics
-from llama_core.data.tokenizers.tokenizer import load_tokenizer, model_tokenizer
+from llama_core.data.templates.chat_template import LLAMA3, MARKERS
+from llama_core.data.tokenizer import load_tokenizer, model_tokenizer
 from llama_core.errors import (
     CheckpointError,
     ConfigError,

@@ -6,8 +6,8 @@ from harness_folders import BOS, CONTEXT, SENTENCES, TASKS, make_folder, make_ta
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
-from llama_core.data.chat.chat_format import chat_format
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.chat import chat_format
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 from llama_core.evaluation.generate import find_model
 from llama_core.evaluation.harness.limits import quiet

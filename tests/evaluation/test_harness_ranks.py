@@ -4,7 +4,7 @@ import pytest
 from distributed import run_ranks
 from harness_folders import SENTENCES, TASKS, make_folder, make_tasks
 
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 from llama_core.evaluation.generate import find_model
 from llama_core.evaluation.inference.divided import EvaluatingRanks

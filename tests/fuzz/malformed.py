@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llama_core.data.chat import rendering
+from llama_core.data.templates import rendering
 from llama_core.errors import TrainingInfraError
 
 CASES = int(os.environ.get("FUZZ_CASES", "12"))

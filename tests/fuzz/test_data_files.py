@@ -17,14 +17,14 @@ from tool_templates import OURS, PUBLISHED
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.bad_lines import MalformedRecordError, UnusableRecordError
-from llama_core.data.chat import rendering
-from llama_core.data.chat.chat_format import ChatFormat
-from llama_core.data.chat.chat_template import BUILT_IN, ChatTemplate
-from llama_core.data.chat.rendering import TemplateRefusalError
+from llama_core.data.chat import ChatFormat
 from llama_core.data.check import check_data
 from llama_core.data.datasets import load_datasets
-from llama_core.data.files.formats import Conversation, FieldNames, FormatCounts, read_record
-from llama_core.data.tokenizers.tokenizer import TemplateSource
+from llama_core.data.formats import Conversation, FieldNames, FormatCounts, read_record
+from llama_core.data.templates import rendering
+from llama_core.data.templates.chat_template import BUILT_IN, ChatTemplate
+from llama_core.data.templates.rendering import TemplateRefusalError
+from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import DataError
 
 SPEC = model_spec("tiny_llama3_50m")

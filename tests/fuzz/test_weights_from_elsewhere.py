@@ -11,7 +11,7 @@ from malformed import cases, changed, damaged, damaged_json, keep_the_law, namin
 from llama_core.config.config_json.reading import read_folder
 from llama_core.config.config_json.writing import config_json
 from llama_core.config.run import RunConfig
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, peft_name
 from llama_core.hugging_face.pretrained import check_pretrained, resolve_pretrained

@@ -8,7 +8,7 @@ from saved_runs import always, save_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.records.files import write_json
 from llama_core.runs.export import export_run
 

@@ -39,7 +39,7 @@ def places(pattern):
 
 def test_pickles_are_loaded_in_three_files_and_shells_nowhere():
     assert places(r"pickle\.(loads?\(|_?Unpickler)") == {
-        "llama_core/data/chat/rendering.py",  # what its parent writes to its standard input, which is plain values
+        "llama_core/data/templates/rendering.py",  # what its parent writes to its standard input, which is plain values
         "llama_core/data/shards/worker.py",  # what its parent writes to its standard input
         "llama_core/launch/rank/loader.py",  # a dataloader, from a private folder
     }

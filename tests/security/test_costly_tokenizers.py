@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from waiting import eventually
 
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.data.tokenizers import limits as tokenizer_limits
 from llama_core.data.tokenizers.sentencepiece import NotSentencePieceError, cuts_of, listed_merges
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
 from llama_core.errors import DataError
 
 LINES = "x" * 100 + "\n"
@@ -170,8 +170,7 @@ def test_a_pattern_that_the_library_gives_up_is_an_error_with_the_file(tmp_path)
 
 
 ENCODE = (
-    "import sys; from llama_core.data.tokenizers.tokenizer import load_tokenizer; "
-    "load_tokenizer(sys.argv[1]).encode_input({})"
+    "import sys; from llama_core.data.tokenizer import load_tokenizer; load_tokenizer(sys.argv[1]).encode_input({})"
 )
 TOKENIZE = ["-m", "training_infra.cli", "tokenize", "--data", "data.txt", "--set", "data.cache_dir=cache"]
 

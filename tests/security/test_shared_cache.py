@@ -12,7 +12,7 @@ from corpora import write_jsonl
 from llama_core.config.models import model_spec
 from llama_core.config.run import DataConfig
 from llama_core.data.tokenising import tokenised
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError
 
 pytestmark = pytest.mark.root

@@ -22,8 +22,8 @@ from lm_eval.api.registry import filter_registry, metric_registry
 from lm_eval.config.task import FewshotConfig, TaskConfig
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from llama_core.data.chat import rendering
-from llama_core.data.chat.rendering import TemplateRefusalError
+from llama_core.data.templates import rendering
+from llama_core.data.templates.rendering import TemplateRefusalError
 from llama_core.errors import ConfigError, DataError
 from llama_core.evaluation.harness import limits as harness_limits
 from llama_core.evaluation.harness import named_tasks as harness_tasks

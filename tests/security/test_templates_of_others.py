@@ -10,10 +10,10 @@ import pytest
 from chat_templates import CHATML, PUBLIC_LLAMA2, PUBLIC_LLAMA3
 from tiers import nightly
 
-from llama_core.data.chat import confined, rendering
-from llama_core.data.chat.chat_template import ChatTemplate
-from llama_core.data.chat.rendering import Renderer, TemplateRefusalError
-from llama_core.data.tokenizers.tokenizer import TemplateSource
+from llama_core.data.templates import confined, rendering
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.templates.rendering import Renderer, TemplateRefusalError
+from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import EnvironmentMismatchError
 
 CHAT = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi 漢 \U0001f600 \ud800 there\n"}]

@@ -227,7 +227,11 @@ def test_the_forward_of_a_teacher_takes_what_is_estimated_or_somewhat_less(tmp_p
     [
         ({"num_heads": 6, "num_kv_heads": 3}, {"gpus": 2, "tp": 2}, "tp=2 does not divide the 3 key/value heads"),
         ({"num_layers": 2}, {"gpus": 4, "pp": 4}, "4 pipeline stages .* are more than the 2 layers"),
-        ({"attention_soft_cap": 20.0}, {"gpus": 2, "cp": 2}, "attention with soft cap has no kernel .*use parallel.cp=1"),
+        (
+            {"attention_soft_cap": 20.0},
+            {"gpus": 2, "cp": 2},
+            "soft cap has no kernel .*use parallel.cp=1",
+        ),
     ],
 )
 def test_a_plan_that_cannot_divide_the_teacher_is_refused_before_a_job(

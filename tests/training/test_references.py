@@ -13,7 +13,7 @@ from test_pairs import answered, asked, chosen, rejected, say, write
 
 from llama_core.config.run import RunConfig
 from llama_core.data.datasets import BatchStream, load_datasets, validation_batches
-from llama_core.data.tokenizers.tokenizer import ByteTokenizer
+from llama_core.data.tokenizer import ByteTokenizer
 from llama_core.errors import DataError, StoppedError
 from llama_core.models.head import logits
 from llama_core.models.llama import measuring

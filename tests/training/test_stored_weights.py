@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.run import RunConfig
-from llama_core.data.tokenizers.tokenizer import load_tokenizer
+from llama_core.data.tokenizer import load_tokenizer
 from llama_core.errors import CheckpointError, RunDirectoryError, TrainingInfraError, WeightsError
 from llama_core.hugging_face.pretrained import resolve_pretrained
 from llama_core.models.llama import Llama, build_llama, with_adapters

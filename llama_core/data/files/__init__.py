@@ -1,9 +1,7 @@
-"""From the paths of a source to its records.
+"""The bytes of a source.
 
-* ``find``, ``splits``, ``remote``: the files of a source, those held out among them, and files in object stores
-* ``source_file``: one file, opened and decompressed
-* ``file_kinds``: a row for each kind of file, with the function that reads it
-* ``json_values``, ``parquet``, ``token_files``, ``undivided``, ``stored_ids``: the longer of these functions
-* ``formats``, ``raw_record``: what a record is read as
-* ``corpus``: the documents of a source, one by one
+* ``source_file``: one file, opened, decompressed, and refused if it changes meanwhile
+* ``remote``: files in object stores and on web servers
+* ``splits``: which files are for training, and which are data at all
+* ``raw_record``, ``stored_ids``: a record as a file holds it, and token ids read piece by piece
 """

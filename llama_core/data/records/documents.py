@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from llama_core.data.bad_lines import MAX_EXAMPLES, UnusableRecordError, checked_text
-from llama_core.data.files.formats import (
+from llama_core.data.formats import (
     INPUT_IDS,
     TEXT_FIELD,
     TOOLS_FIELD,

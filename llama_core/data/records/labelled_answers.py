@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.bad_lines import UnusableRecordError, json_type
-from llama_core.data.chat.chat_format import ChatFormat
-from llama_core.data.files.corpus import Document
-from llama_core.data.files.formats import TOOLS_FIELD, Record, RecordFormat
+from llama_core.data.chat import ChatFormat
+from llama_core.data.corpus import Document
+from llama_core.data.formats import TOOLS_FIELD, Record, RecordFormat
 from llama_core.data.packing import PackedDataset, Pieces, count_set, packed_documents
 from llama_core.data.records import pairs
 from llama_core.data.records.pairs import PAIRS, PackedPairs, places_of_pairs

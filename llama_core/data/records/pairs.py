@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.bad_lines import MAX_EXAMPLES, MalformedRecordError, UnusableRecordError, checked_text
-from llama_core.data.chat.chat_format import ChatFormat, no_answer
-from llama_core.data.chat.message_keys import SYSTEM_ROLES
-from llama_core.data.files.corpus import Document
-from llama_core.data.files.formats import TOOLS_FIELD, Content, FieldNames, Record, RecordFormat
+from llama_core.data.chat import ChatFormat, no_answer
+from llama_core.data.corpus import Document
+from llama_core.data.formats import TOOLS_FIELD, Content, FieldNames, Record, RecordFormat
 from llama_core.data.packing import (
     PackedConversations,
     PackedDataset,
@@ -33,6 +32,7 @@ from llama_core.data.records.turns import (
     turns_in,
 )
 from llama_core.data.selection import Part, Selection
+from llama_core.data.templates.message_keys import SYSTEM_ROLES
 from llama_core.models.batch import IGNORE_INDEX
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.preferences import ANSWER, REFERENCE

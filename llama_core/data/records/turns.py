@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llama_core.data.bad_lines import MalformedRecordError, UnusableRecordError, json_type
-from llama_core.data.chat.message_keys import SYSTEM_ROLES
-from llama_core.data.files.formats import TOOLS_FIELD, Record
+from llama_core.data.formats import TOOLS_FIELD, Record
+from llama_core.data.templates.message_keys import SYSTEM_ROLES
 from llama_core.errors import why_unreadable
 
 Message = dict[str, Any]

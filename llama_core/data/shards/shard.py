@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat.chat_format import ConversationCounts
-from llama_core.data.files.formats import FormatCounts
+from llama_core.data.chat import ConversationCounts
+from llama_core.data.formats import FormatCounts
 from llama_core.errors import DataError
 
 RECORD = "shard.json"

@@ -31,15 +31,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llama_core.config.settings import TokenDtype
-from llama_core.data.chat.chat_format import ChatFormat
-from llama_core.data.files.corpus import Document, OnProgress, Tally, read_documents
-from llama_core.data.files.file_kinds import identity_of
-from llama_core.data.files.formats import FieldNames
+from llama_core.data.chat import ChatFormat
+from llama_core.data.corpus import Document, OnProgress, Tally, read_documents
+from llama_core.data.file_kinds.kinds import identity_of
 from llama_core.data.files.source_file import SourceFile, digest_of
-from llama_core.data.files.undivided import TokenLayout
+from llama_core.data.formats import FieldNames
 from llama_core.data.shards.shard import RECORD, Shard, ShardFacts, ShardRecord, remove_entry
 from llama_core.data.shards.writing import write_shard
-from llama_core.data.tokenizers.tokenizer import Tokenizer, token_dtype
+from llama_core.data.tokenizer import Tokenizer, token_dtype
+from llama_core.data.undivided import TokenLayout
 from llama_core.errors import DataError, RunDirectoryError
 from llama_core.machine.kernel import lock_domain
 from llama_core.records.files import read_typed, remove_temporaries

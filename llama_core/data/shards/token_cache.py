@@ -13,10 +13,10 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from llama_core.data.bad_lines import BadLines
-from llama_core.data.chat.chat_format import ConversationCounts
-from llama_core.data.files.corpus import OnProgress
-from llama_core.data.files.formats import FormatCounts
+from llama_core.data.chat import ConversationCounts
+from llama_core.data.corpus import OnProgress
 from llama_core.data.files.source_file import SourceFile, total_bytes
+from llama_core.data.formats import FormatCounts
 from llama_core.data.shards.grouping import grouped
 from llama_core.data.shards.shard import Shard, ShardFacts
 from llama_core.data.shards.store import (
@@ -29,7 +29,7 @@ from llama_core.data.shards.store import (
     remove_abandoned,
     short_digest,
 )
-from llama_core.data.tokenizers.tokenizer import Tokenizer, token_dtype
+from llama_core.data.tokenizer import Tokenizer, token_dtype
 from llama_core.errors import DataError, RunDirectoryError
 from llama_core.records.files import read_typed, write_json
 

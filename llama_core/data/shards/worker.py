@@ -14,7 +14,7 @@ from typing import IO
 
 from llama_core.data.shards.store import build_shard
 from llama_core.data.shards.workers import ShardOrder, Start
-from llama_core.data.tokenizers.tokenizer import Tokenizer, model_tokenizer
+from llama_core.data.tokenizer import Tokenizer, model_tokenizer
 from llama_core.errors import DataError, TrainingInfraError
 from llama_core.log_lines import warnings_on_stderr
 from llama_core.records.files import is_disk_full, no_room

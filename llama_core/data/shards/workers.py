@@ -18,12 +18,12 @@ from threading import Lock
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DataConfig
-from llama_core.data.chat.chat_format import chat_format
-from llama_core.data.files.corpus import OnProgress
-from llama_core.data.files.formats import FieldNames
+from llama_core.data.chat import chat_format
+from llama_core.data.corpus import OnProgress
 from llama_core.data.files.source_file import SourceFile, total_bytes
+from llama_core.data.formats import FieldNames
 from llama_core.data.shards.store import Recipe
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.imports import safe_python
 from llama_core.objectives.records import DOCUMENTS

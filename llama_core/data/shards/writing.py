@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.bad_lines import UnusableRecordError
-from llama_core.data.chat.chat_format import ConversationCounts, encode
-from llama_core.data.files.corpus import Document, Tally
+from llama_core.data.chat import ConversationCounts, encode
+from llama_core.data.corpus import Document, Tally
 from llama_core.data.files.source_file import SourceFile
 from llama_core.data.shards.shard import (
     IGNORED,
@@ -39,7 +39,7 @@ from llama_core.data.shards.shard import (
     TOKENS,
     ShardRecord,
 )
-from llama_core.data.tokenizers.tokenizer import Tokenizer, token_dtype
+from llama_core.data.tokenizer import Tokenizer, token_dtype
 from llama_core.records.files import write_json
 from llama_core.units import MIB
 

@@ -1,7 +1,5 @@
-"""Text to token ids and back.
+"""A tokenizer from its files.
 
-* ``tokenizer``: bytes, or a Hugging Face tokenizer
-* ``files``, ``sentencepiece``: a tokenizer from its files
-* ``byte_level``: the byte tokenizer as such files
+* ``files``, ``sentencepiece``: those of Hugging Face and of SentencePiece
 * ``limits``: what a tokenizer from somebody may cost
 """

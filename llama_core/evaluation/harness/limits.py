@@ -20,7 +20,7 @@ import lm_eval.api.registry
 import lm_eval.api.task
 import lm_eval.utils
 
-from llama_core.data.chat.confined import ConfinedTaskRenderer
+from llama_core.data.templates.confined import ConfinedTaskRenderer
 from llama_core.errors import ConfigError, DataError
 from llama_core.evaluation.harness.task_data import checked_data
 from llama_core.replacing import replaced, replaced_item

@@ -16,9 +16,9 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from llama_core.data.bad_lines import UnusableRecordError, checked_text
-from llama_core.data.chat.chat_template import ChatTemplate
-from llama_core.data.chat.rendering import Message, TemplateRefusalError
-from llama_core.data.tokenizers.tokenizer import Tokenizer
+from llama_core.data.templates.chat_template import ChatTemplate
+from llama_core.data.templates.rendering import Message, TemplateRefusalError
+from llama_core.data.tokenizer import Tokenizer
 from llama_core.errors import DataError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.evaluation.inference.divided import EvaluatingRanks

@@ -15,7 +15,7 @@ import yaml
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from llama_core.data.chat.rendering import InvalidTemplateError, TemplateRefusalError
+from llama_core.data.templates.rendering import InvalidTemplateError, TemplateRefusalError
 from llama_core.errors import ConfigError, DataError, HubError, TrainingInfraError, did_you_mean, safe
 from llama_core.evaluation.harness.limits import PROGRAMS, ProgramError, known_metrics_only, limit_patterns, quiet
 from llama_core.evaluation.harness.model import SEED, HarnessModel

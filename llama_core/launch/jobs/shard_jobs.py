@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llama_core.config.run import RunConfig
-from llama_core.data.files.corpus import OnProgress
+from llama_core.data.corpus import OnProgress
 from llama_core.data.files.source_file import total_bytes
 from llama_core.data.shards.store import Recipe, find_shards, probably_missing
 from llama_core.data.shards.workers import ShardOrder, Start, build_orders, num_cores
-from llama_core.data.tokenizers.tokenizer import model_tokenizer
+from llama_core.data.tokenizer import model_tokenizer
 from llama_core.errors import DataError, RunDirectoryError, TrainingInfraError
 from llama_core.launch.jobs.tasks import TaskJobs, TaskRequest
 from llama_core.records.files import read_typed, write_json

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.data.bad_lines import BadLines, MalformedRecordError, UnusableRecordError
-from llama_core.data.files.file_kinds import is_undivided, records_of
-from llama_core.data.files.formats import Content, Conversation, FieldNames, FormatCounts, Tokens, read_record
+from llama_core.data.file_kinds.kinds import is_undivided, records_of
 from llama_core.data.files.raw_record import RawRecord
 from llama_core.data.files.source_file import Digest, SourceFile, reading, total_bytes
-from llama_core.data.files.undivided import TokenLayout, undivided_records
+from llama_core.data.formats import Content, Conversation, FieldNames, FormatCounts, Tokens, read_record
+from llama_core.data.undivided import TokenLayout, undivided_records
 from llama_core.errors import DataError, why_unreadable
 from llama_core.units import MIB
 

@@ -13,10 +13,10 @@ from datetime import date
 from functools import cached_property
 
 from llama_core.config.model_spec import Family
-from llama_core.data.chat.confined import ConfinedRenderer
-from llama_core.data.chat.rendering import InvalidTemplateError, Message, Renderer, Spans, Tools
-from llama_core.data.chat.tool_calls import ToolSupport, tool_support
-from llama_core.data.tokenizers.tokenizer import TemplateSource
+from llama_core.data.templates.confined import ConfinedRenderer
+from llama_core.data.templates.rendering import InvalidTemplateError, Message, Renderer, Spans, Tools
+from llama_core.data.templates.tool_calls import ToolSupport, tool_support
+from llama_core.data.tokenizer import TemplateSource
 from llama_core.errors import DataError
 
 LLAMA2 = """

@@ -17,13 +17,15 @@ import numpy.typing as npt
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import DataConfig, LossOn
 from llama_core.data.bad_lines import UnusableRecordError, checked_text, json_type
-from llama_core.data.chat.chat_template import (
+from llama_core.data.corpus import Document, Turns
+from llama_core.data.files.source_file import SourceFile
+from llama_core.data.templates.chat_template import (
     BUILT_IN,
     MARKERS,
     OF_FAMILY,
     ChatTemplate,
 )
-from llama_core.data.chat.message_keys import (
+from llama_core.data.templates.message_keys import (
     COUNTING,
     SYSTEM_ROLES,
     THOUGHTS,
@@ -32,11 +34,9 @@ from llama_core.data.chat.message_keys import (
     is_muted,
     with_other_words,
 )
-from llama_core.data.chat.rendering import Message, Spans, TemplateRefusalError, Tools
-from llama_core.data.chat.tool_calls import RESULT_ROLES, canonical, check_results, checked_calls
-from llama_core.data.files.corpus import Document, Turns
-from llama_core.data.files.source_file import SourceFile
-from llama_core.data.tokenizers.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
+from llama_core.data.templates.rendering import Message, Spans, TemplateRefusalError, Tools
+from llama_core.data.templates.tool_calls import RESULT_ROLES, canonical, check_results, checked_calls
+from llama_core.data.tokenizer import Encoded, TemplateSource, Tokenizer, read_template
 from llama_core.errors import DataError
 from llama_core.records.files import user_path
 

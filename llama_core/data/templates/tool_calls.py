@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llama_core.data.bad_lines import json_type
-from llama_core.data.chat.rendering import Message, TemplateRefusalError, Tools
+from llama_core.data.templates.rendering import Message, TemplateRefusalError, Tools
 from llama_core.errors import DataError, why_unreadable
 
 RESULT_ROLES = ("tool", "ipython")

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from llama_core.data.files.formats import FieldNames
 from llama_core.data.files.raw_record import RawRecord, already_read, unusable
 from llama_core.data.files.source_file import MAX_BYTES_OF_RECORD, Digest, SourceFile, Stream, opened, too_large
+from llama_core.data.formats import FieldNames
 from llama_core.errors import DataError, why_unreadable
 from llama_core.units import MIB
 

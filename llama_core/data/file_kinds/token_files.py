@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llama_core.data.files.formats import INPUT_IDS, FieldNames
 from llama_core.data.files.raw_record import RawRecord, already_read
 from llama_core.data.files.source_file import MAX_BYTES_OF_RECORD, Digest, SourceFile, take_all, too_large
 from llama_core.data.files.stored_ids import StoredIds
+from llama_core.data.formats import INPUT_IDS, FieldNames
 from llama_core.errors import DataError
 
 _MEGATRON = b"MMIDIDX\x00\x00"

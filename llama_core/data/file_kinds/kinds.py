@@ -7,9 +7,15 @@ from functools import partial
 from pathlib import Path
 
 from llama_core.data.bad_lines import UnusableRecordError
-from llama_core.data.files.formats import FieldNames
-from llama_core.data.files.json_values import json_records
-from llama_core.data.files.parquet import arrow_records, parquet_records
+from llama_core.data.file_kinds.json_values import json_records
+from llama_core.data.file_kinds.parquet import arrow_records, parquet_records
+from llama_core.data.file_kinds.token_files import (
+    datatrove_index,
+    datatrove_metadata,
+    datatrove_records,
+    megatron_index,
+    megatron_records,
+)
 from llama_core.data.files.raw_record import RawRecord
 from llama_core.data.files.source_file import (
     COMPRESSIONS,
@@ -20,14 +26,8 @@ from llama_core.data.files.source_file import (
     opened,
     too_large,
 )
-from llama_core.data.files.token_files import (
-    datatrove_index,
-    datatrove_metadata,
-    datatrove_records,
-    megatron_index,
-    megatron_records,
-)
-from llama_core.data.files.undivided import TokenLayout
+from llama_core.data.formats import FieldNames
+from llama_core.data.undivided import TokenLayout
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from llama_core.config.settings import TokenDtype
-from llama_core.data.files.formats import INPUT_IDS, FieldNames
 from llama_core.data.files.raw_record import RawRecord, already_read
 from llama_core.data.files.source_file import MAX_BYTES_OF_RECORD, Digest, SourceFile, take_all
 from llama_core.data.files.stored_ids import StoredIds
-from llama_core.data.tokenizers.tokenizer import Tokenizer, token_dtype
+from llama_core.data.formats import INPUT_IDS, FieldNames
+from llama_core.data.tokenizer import Tokenizer, token_dtype
 from llama_core.errors import DataError
 from llama_core.records.files import open_file
 from llama_core.units import format_bytes

@@ -18,8 +18,8 @@ from datetime import time as time_of_day
 from decimal import Decimal
 from typing import IO, Any
 
-from llama_core.data.chat import rendering
-from llama_core.data.chat.rendering import (
+from llama_core.data.templates import rendering
+from llama_core.data.templates.rendering import (
     REMEDY,
     REMEDY_OF_TASKS,
     InvalidTemplateError,

@@ -1,7 +1,6 @@
-"""Conversations.
+"""What turns the messages of a conversation into text.
 
-* ``chat_format``: they are checked, rendered, and the trained tokens marked
-* ``message_keys``, ``tool_calls``: what else a message may hold
 * ``chat_template``: the Jinja of a tokenizer, and the spans of the assistant's text
 * ``confined``, ``rendering``: templates are rendered in a sandbox, in a process with limits
+* ``message_keys``, ``tool_calls``: what else a message may hold
 """

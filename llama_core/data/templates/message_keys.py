@@ -4,8 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 
 from llama_core.config.settings import LossOn
-from llama_core.data.chat.rendering import Message
-from llama_core.data.chat.tool_calls import RESULT_ROLES
+from llama_core.data.templates.rendering import Message
+from llama_core.data.templates.tool_calls import RESULT_ROLES
 from llama_core.errors import DataError
 
 SYSTEM_ROLES = ("system", "developer")

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from llama_core.data.tokenizers.tokenizer import LLAMA_BOS_TOKENS, LLAMA_EOS_TOKENS, ByteTokenizer, byte_symbols
+from llama_core.data.tokenizer import LLAMA_BOS_TOKENS, LLAMA_EOS_TOKENS, ByteTokenizer, byte_symbols
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
 

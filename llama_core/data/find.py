@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from glob import has_magic
 from pathlib import Path
 
-from llama_core.data.files.file_kinds import FileKind, companions, index_of, kind_of, known_kinds
+from llama_core.data.file_kinds.kinds import FileKind, companions, index_of, kind_of, known_kinds
 from llama_core.data.files.remote import RemotePath, path_of
 from llama_core.data.files.source_file import SourceFile, SourcePlace, accessing
 from llama_core.data.files.splits import OF_DATASETS, is_held_out, not_of_data_sets
-from llama_core.data.files.undivided import has_llmc_header
+from llama_core.data.undivided import has_llmc_header
 from llama_core.errors import DataError
 from llama_core.units import counted
 

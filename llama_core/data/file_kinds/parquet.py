@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from llama_core.data.files.formats import FieldNames, choice_of_field, what_is_missing
 from llama_core.data.files.raw_record import RawRecord
 from llama_core.data.files.source_file import Digest, SourceFile, take_all
+from llama_core.data.formats import FieldNames, choice_of_field, what_is_missing
 from llama_core.errors import DataError
 
 _WITH_INDEX = b"ARROW1"
