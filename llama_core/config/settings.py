@@ -218,8 +218,8 @@ class DataConfig(Section):
     """The training data."""
 
     source: Annotated[DataSource | None, BeforeValidator(_paths_or_nothing)] = SAMPLE
-    """'sample' (Python's own standard library), or files (.jsonl, .json, .parquet, .txt, .md and others; docs/data.md),
-    folders of them, wildcards in quotes, or org/name on the Hub: one or several."""
+    """'sample' (Python's own standard library), or files (.jsonl, .json, .parquet, .txt, .md; docs/data.md), folders
+    of them, wildcards in quotes, or org/name on the Hub: one or several."""
     sources: Annotated[dict[SourceName, MixedSource], AfterValidator(differ_in_more_than_case)] = Field(
         default_factory=dict
     )
@@ -550,7 +550,7 @@ class LaunchConfig(Section):
     every_key: ClassVar[Key] = HOW
 
     launcher: Annotated[str, KnownName(LAUNCHERS)] = DEFAULT_LAUNCHER
-    """local (this machine), slurm, or a launcher that an installed package brings."""
+    """local (this machine) or slurm."""
     device: Device = "auto"
     """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
     gpu_type: str | None = None
