@@ -2,9 +2,10 @@
 
 After each operation, torch's threads meet at a barrier of OpenMP. A thread that spins there is fastest while it has a
 core to itself; beside other processes it burns the time in which the thread that it waits for could run. Each way to
-wait takes optimizer steps of a tiny model in a process of its own, as it is chosen when OpenMP starts. The processes
-take turns, first on the machine as it is, then beside one busy process more than it has cores. ``DIR`` then holds
-``busy_machine.md`` and ``busy_machine.json``. The machine should have nothing else to do.
+wait takes optimizer steps of the demo's model in a process of its own, as it is chosen when OpenMP starts. The
+processes take turns: on the machine as it is, beside busy processes on half of its cores, and beside one busy process
+more than it has cores. ``DIR`` then holds ``busy_machine.md`` and ``busy_machine.json``. The machine should have
+nothing else to do.
 """
 
 import argparse
@@ -25,22 +26,13 @@ WAYS: dict[str, dict[str, str]] = {
     "OpenMP's default": {},
     "OMP_WAIT_POLICY=PASSIVE": {"OMP_WAIT_POLICY": "PASSIVE"},
     "GOMP_SPINCOUNT=0": {"GOMP_SPINCOUNT": "0"},
+    "GOMP_SPINCOUNT=500": {"GOMP_SPINCOUNT": "500"},
     "GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"},
-    "GOMP_SPINCOUNT=3000": {"GOMP_SPINCOUNT": "3000"},
+    "GOMP_SPINCOUNT=2000": {"GOMP_SPINCOUNT": "2000"},
+    "GOMP_SPINCOUNT=4000": {"GOMP_SPINCOUNT": "4000"},
     "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
 }
-MODEL: dict[str, Any] = {
-    "model": "tiny_llama3_50m",
-    "architecture": {
-        "hidden_size": 256,
-        "num_layers": 4,
-        "num_heads": 8,
-        "num_kv_heads": 4,
-        "ffn_size": 768,
-        "vocab_size": 512,
-        "max_context": 128,
-    },
-}
+DEMO = ROOT / "configs" / "demo.yaml"
 BUSY = "while True: pass"
 
 Speeds = dict[str, list[float]]
@@ -56,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cores = len(os.sched_getaffinity(0))
     with takers(options.ways) as processes:
         speeds = {"idle": measure(options.turns, options.seconds, processes)}
-        with neighbours(cores + 1):
-            speeds[f"beside {cores + 1} busy processes"] = measure(options.turns, options.seconds, processes)
+        for number in (max(1, cores // 2), cores + 1):
+            with neighbours(number):
+                busy = "1 busy process" if number == 1 else f"{number} busy processes"
+                speeds[f"beside {busy}"] = measure(options.turns, options.seconds, processes)
     table = f"{_machine(cores)}, median of {options.turns} turns\n\n{as_markdown(speeds)}"
     publish("busy machine", speeds, table, folder=options.out, page=options.page)
     return 0
@@ -119,10 +113,11 @@ def take_steps() -> None:
     from llama_core.planning.plan import ParallelPlan
     from llama_core.training.engine import build_engine, train_step
 
-    config = RunConfig.from_mapping(MODEL | {"training": {"precision": "fp32"}, "launch": {"device": "cpu"}})
-    engine = build_engine(config, ParallelPlan(microbatch_size=4), torch.device("cpu"))
+    config = RunConfig.load(DEMO, ["training.precision=bf16"])
+    shape_BS = config.first_batch_size, config.seq_len
+    engine = build_engine(config, ParallelPlan(microbatch_size=shape_BS[0]), torch.device("cpu"))
     engine.initialize_weights(0)
-    tokens_BS = torch.randint(0, config.spec.vocab_size, (4, 128), generator=torch.Generator().manual_seed(0))
+    tokens_BS = torch.randint(0, config.spec.vocab_size, shape_BS, generator=torch.Generator().manual_seed(0))
     batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), None)
     for line in sys.stdin:
         seconds = float(line)

@@ -3,6 +3,7 @@
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from llama_core.adapters.registry import ADAPTERS
@@ -27,7 +28,7 @@ from llama_core.records.files import intact, read_json, read_typed
 from llama_core.records.goodput import read_goodput
 from llama_core.records.hub import HubRecord
 from llama_core.records.measurements import BenchmarkRecord
-from llama_core.records.metrics import read_heartbeat
+from llama_core.records.metrics import read_heartbeat, read_metrics
 from llama_core.records.settings_changes import read_settings_changes
 from llama_core.registry import Registry
 from llama_core.runs.console import say
@@ -147,13 +148,18 @@ def say_weights(run: RunDirectory) -> None:
 
 
 def say_timed(run: RunDirectory, timed: BenchmarkRecord | None) -> None:
-    """Print the speed of the timed steps, and whether other work had the cores meanwhile."""
+    """Print the speed of the timed steps, or that of training if other work had the cores meanwhile."""
     if timed is None:
         say("benchmark", "skipped: benchmark.steps=0")
         return
-    say("benchmark", timed.summary())
-    if timed.disturbance:
-        say("note", f"in the timed steps, {timed.disturbance}")
+    rates = read_metrics(run)["tokens_per_second"].to_pylist() if timed.disturbance else []
+    if rates:
+        say("benchmark", f"{median(rates):,.0f} tokens/s in the median of {len(rates)} training steps")
+        say("note", f"while steps were timed, {timed.disturbance}; they reached {timed.summary()}")
+    else:
+        say("benchmark", timed.summary())
+        if timed.disturbance:
+            say("note", f"in the timed steps, {timed.disturbance}")
 
 
 def _continued_as(config: RunConfig) -> str:

@@ -21,6 +21,7 @@ from llama_core.evaluation.tasks import ScoresOnTasks
 from llama_core.hugging_face.pretrained import is_checkpoint, saved_run
 from llama_core.imports import importing_torch
 from llama_core.launch.jobs.launcher import started_ranks
+from llama_core.machine.shared_cores import sleeping_beside_others
 from llama_core.planning.plan import ParallelPlan
 
 _QUESTIONS: dict[str, Callable[[Mapping[str, Any]], Question[Any]]] = {
@@ -51,7 +52,7 @@ def main() -> int:
 
     try:
         order = _order(record)
-        with joined_ranks(order.device, _TIMEOUT_SECONDS):
+        with joined_ranks(order.device, _TIMEOUT_SECONDS), sleeping_beside_others():
             found = order.follow(
                 _models(map(Path, record["weights"])),
                 lambda text: say(tell=text),

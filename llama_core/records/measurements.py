@@ -252,6 +252,9 @@ class BenchmarkRecord:
     waiting_threads: float | None = None
     """Threads that could run but had no core, on average over the timed steps, in the rank where that is most. Other
     programs, or too many threads of the run, share the cores then. None where the system does not say."""
+    num_timings: int = 1
+    """How often steps were timed. More than once if other programs had the cores: the record is of those steps during
+    which fewest threads waited."""
     host: str = ""
     """The machine of the first rank."""
     versions: Mapping[str, str] = field(default_factory=dict)

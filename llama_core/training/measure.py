@@ -4,7 +4,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from llama_core.config.hardware import recognise_gpu
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import Precision
+from llama_core.machine.shared_cores import core_wait_seconds
 from llama_core.planning.memory.profile import Phase
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.measurements import BenchmarkRecord
@@ -34,7 +35,6 @@ SHARE_OF_SAMPLES = 0.02
 PRODUCT_SIDE = 1024
 """Rows and columns of the matrices that ``product_rate`` multiplies."""
 _STATUS = Path("/proc/self/status")
-_THREADS = Path("/proc/self/task")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
@@ -286,21 +286,6 @@ def time_steps(
         num_threads=torch.get_num_threads() if device.type == "cpu" else 0,
         waiting_threads=None if waited is None or waited_since is None else max(0.0, waited_since - waited) / elapsed,
     )
-
-
-def core_wait_seconds() -> float | None:
-    """Return how long the threads of this process have been ready to run without a core, in all; None if unknown.
-
-    Source: the second field of ``schedstat``, Documentation/scheduler/sched-stats.rst in Linux.
-    """
-    waited = 0
-    try:
-        for thread in _THREADS.iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
-                waited += int((thread / "schedstat").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return 1e-9 * waited
 
 
 class FlopsUtilisation:

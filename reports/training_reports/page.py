@@ -263,14 +263,19 @@ def _throughput(contents: RunContents) -> Card:
     benchmark = contents.benchmark
     rates = contents.steps["tokens_per_second"]
     value = None if rates.empty else f"{rates.median():,.0f}"
-    if benchmark is not None:
+    if benchmark is not None and benchmark.disturbance and not rates.empty:
+        lines = [
+            f"Median of the {len(rates)} training steps.",
+            f"{benchmark.tokens_per_second:,.0f} in the timed steps, while {benchmark.disturbance}.",
+        ]
+    elif benchmark is not None:
         slow, fast = benchmark.throughput_quartiles
         value = f"{benchmark.tokens_per_second:,.0f} ± {(fast - slow) / 2:,.0f}"
         lines = [
             f"Median ± half the interquartile range of {len(benchmark.step_seconds)} timed steps,"
             f" after {benchmark.warmup_steps} warm-up steps.",
             f"{benchmark.median_seconds:.3f} s per step of {benchmark.tokens_per_step:,} tokens.",
-            *_disturbance(contents),
+            *([f"Meanwhile, {benchmark.disturbance}."] if benchmark.disturbance else []),
         ]
     else:
         lines = [contents.missing["benchmark"]]
@@ -279,18 +284,14 @@ def _throughput(contents: RunContents) -> Card:
     return Card("Throughput", value, "tokens/s", lines)
 
 
-def _disturbance(contents: RunContents) -> Iterator[str]:
-    """Yield a sentence if other work had the cores while steps were timed: no rate is the machine's own then."""
-    if contents.benchmark is not None and contents.benchmark.disturbance:
-        yield f"In the timed steps, {contents.benchmark.disturbance}."
-
-
 def _mfu(contents: RunContents) -> Card:
     title = "Model FLOP/s utilisation"
     benchmark = contents.benchmark
     steps = contents.steps
     if benchmark is None and steps.empty:
         return Card(title, None, "", [contents.missing["benchmark"]])
+    if benchmark is not None and benchmark.disturbance and not steps.empty:
+        benchmark = None  # as for the throughput
     mfu = steps["mfu"].median() if benchmark is None else benchmark.mfu
     if mfu is None or pd.isna(mfu):
         return Card(title, None, "", ["No MFU: the peak FLOP/s of this device is unknown."])
@@ -303,7 +304,6 @@ def _mfu(contents: RunContents) -> Card:
         "MFU",
         [
             f"Share of {peak} in the {source} steps; counts attention in full, but no recomputation.",
-            *_disturbance(contents),
         ],
     )
 

@@ -80,7 +80,7 @@ def test_timed_steps_follow_untimed_ones(device):
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_path, monkeypatch):
-    monkeypatch.setattr("llama_core.training.measure._THREADS", tmp_path)
+    monkeypatch.setattr("llama_core.machine.shared_cores._THREADS", tmp_path)
     for thread, waited in (("1", 5_000), ("2", 0)):
         (tmp_path / thread).mkdir()
         (tmp_path / thread / "schedstat").write_text(f"9 {waited} 3\n")
@@ -100,7 +100,7 @@ def test_threads_without_a_core_are_counted_over_the_timed_steps(device, tmp_pat
     record = time_steps(step, device=device, **options)
     assert record.waiting_threads == pytest.approx(3 * 0.7 / 7)  # the clock has ticked seven times
     assert record.num_threads == torch.get_num_threads()
-    monkeypatch.setattr("llama_core.training.measure._THREADS", tmp_path / "nowhere")
+    monkeypatch.setattr("llama_core.machine.shared_cores._THREADS", tmp_path / "nowhere")
     assert time_steps(step, device=device, **options).waiting_threads is None
 
 

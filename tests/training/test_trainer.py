@@ -662,7 +662,24 @@ def test_a_crashing_run_completes_the_checkpoint_being_written(run, num_workers)
     assert not [thread for thread in threads() if thread.name.startswith("supply")]
 
 
-def test_timed_steps_continue_the_data_after_training_and_end_its_thread(run):
+def test_steps_that_others_disturbed_are_timed_again_and_the_least_disturbed_count(run, monkeypatch):
+    """Threads wait 900 s, 400 s, 500 s and 600 s for a core: all are shares of far more than the time that passes."""
+    one = trainer(run, steps=2)
+    one.fit()
+    waited = iter([0.0, 900.0, 900.0, 1300.0, 1300.0, 1800.0, 1800.0, 2400.0])
+    monkeypatch.setattr("llama_core.training.measure.core_wait_seconds", lambda: next(waited))
+    record = one.benchmark("a device")
+    assert record.num_timings == 4
+    assert next(waited, None) is None
+    assert record.disturbance
+    quiet = iter([0.0, 900.0, 900.0, 900.0])
+    monkeypatch.setattr("llama_core.training.measure.core_wait_seconds", lambda: next(quiet))
+    record = one.benchmark("a device")
+    assert (record.num_timings, record.waiting_threads) == (2, 0.0)
+
+
+def test_timed_steps_continue_the_data_after_training_and_end_its_thread(run, monkeypatch):
+    monkeypatch.setattr("llama_core.training.measure.core_wait_seconds", lambda: None)  # else they may be timed again
     batches = Counting()
     one = trainer(run, steps=2, batches=batches, num_workers=1)
     one.fit()

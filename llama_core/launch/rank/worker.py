@@ -44,6 +44,7 @@ from llama_core.launch.verdict import (
 )
 from llama_core.log_lines import LineFormatter
 from llama_core.machine.detect import device_label
+from llama_core.machine.shared_cores import sleeping_beside_others
 from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, remove_temporaries, write_json
@@ -136,7 +137,7 @@ def run_to_end(
         reserve_room(run)
         _record_start(run)
     try:
-        with _stop_on_signal(on_signal) as should_stop:
+        with _stop_on_signal(on_signal) as should_stop, sleeping_beside_others():
             trainer = build(should_stop)
             trained = run.training.exists() and trainer.is_over
             if only != "benchmark" and not trained:
