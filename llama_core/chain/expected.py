@@ -1,7 +1,10 @@
 """How long a run will take, said before it starts and while somebody waits for its first step."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 
+from llama_core.calibration.demand import measured_cpu
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
@@ -17,7 +20,7 @@ from llama_core.planning.time.step_time import (
 )
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import intact, read_json, write_json
+from llama_core.records.files import intact, read_json, read_typed, write_json
 from llama_core.records.measurements import ExpectedStep
 from llama_core.runs.loading import load_config, load_plan
 from llama_core.units import TFLOP, counted, format_duration
@@ -26,6 +29,9 @@ SLOW_STEP_SECONDS = 180.0
 """Steps expected to take longer are announced."""
 LONG_RUN_SECONDS = 3600.0
 """Runs expected to take longer are announced, however short their steps."""
+WORTH_MEASURING_SECONDS = 20.0
+"""The operations of a step are measured for a run that should take longer. That takes some steps' time: those of a step
+that takes as long by itself are not measured."""
 CPU_SHARE = 0.5
 """Share of the rate of large matrix products that a whole step reaches on a CPU.
 
@@ -36,11 +42,63 @@ CORE_RATE = 6e10
 _QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, fewer --steps, or a GPU"
 
 
-def expected_time(run: RunDirectory) -> str:
-    """Return how long a slow run on this machine's CPU takes; empty for every other run.
+@dataclass(frozen=True)
+class Pace:
+    """How long a step of a run takes on a CPU."""
 
-    It times matrix products, which takes a fraction of a second.
+    seconds: float
+    flops: float
+    """Of a step, over all ranks."""
+    told_by: str
+    """What it follows from, in a clause."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The seconds of its parts, as in ``StepTime``; empty if only the whole is known."""
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether it is no more than FLOPs over a rate."""
+        return not self.parts
+
+    @property
+    def flops_per_second(self) -> float:
+        """The rate of a whole step."""
+        return self.flops / self.seconds
+
+
+def rough_pace(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -> Pace:
+    """Return the pace that follows from the rate of large matrix products, of all ranks together."""
+    flops = _step_flops(config, plan)
+    told_by = f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s, and a step reaches about half of that"
+    return Pace(flops / (CPU_SHARE * flops_per_second), flops, told_by)
+
+
+def pace_here(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) -> Pace:
+    """Return the pace of a run on this machine's CPU.
+
+    Args:
+        config: the resolved configuration.
+        plan: its plan.
+        may_measure: whether the operations of its step may be measured for some seconds, where the machine's profile
+            does not know them. They are only for a run that lasts longer than that.
     """
+    rough = rough_pace(config, plan, _rate_here(config.training.precision))
+    if plan.compile or plan.zero_backend == "deepspeed" or config.training.precision in {"fp16", "fp8"}:
+        return rough
+    steps = config.training.steps or LONG_RUN_SECONDS
+    is_worth_it = may_measure and rough.seconds * steps >= WORTH_MEASURING_SECONDS > rough.seconds
+    try:
+        device = measured_cpu(config, plan, may_measure=is_worth_it)
+    except (TrainingInfraError, OSError):  # the run itself says what is wrong with this machine
+        return rough
+    if device is None:
+        return rough
+    step = step_time_of(config, plan, device)
+    parts: dict[str, float] = {str(part): seconds for part, seconds in step.parts.items()}
+    return Pace(step.total, rough.flops, f"from operations {device.source}", parts)
+
+
+def expected_time(run: RunDirectory) -> str:
+    """Return how long a slow run on this machine's CPU takes; empty for every other run."""
     config = load_config(run)
     num_sequences = None
     if not _computes_here(config):
@@ -48,8 +106,16 @@ def expected_time(run: RunDirectory) -> str:
     if run.data.exists():
         with intact(run.data):
             num_sequences = int(read_json(run.data)["num_sequences"])
-    rate = _rate_here(config.training.precision)
-    return slow_steps(config, load_plan(run), rate, num_sequences, _reference_tokens(run, config))
+    plan = load_plan(run)
+    return slow_steps(config, plan, _recorded_pace(run, config, plan), num_sequences, _reference_tokens(run, config))
+
+
+def _recorded_pace(run: RunDirectory, config: RunConfig, plan: ParallelPlan) -> Pace:
+    """Return the pace that ``record_expected_step`` has recorded."""
+    if not run.expected.exists():
+        return pace_here(config, plan, may_measure=False)
+    recorded = read_typed(run.expected, ExpectedStep)
+    return Pace(recorded.seconds, recorded.flops, recorded.told_by, recorded.parts)
 
 
 def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
@@ -76,7 +142,7 @@ def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | Non
         return ""
     of_a_step = plan.batch_size * config.seq_len
     steps = config.training.steps if num_tokens is None else max(1, round(num_tokens / of_a_step))
-    return _told(config, plan, _rate_here(config.training.precision), steps, reference_tokens)
+    return _told(config, plan, pace_here(config, plan, may_measure=False), steps, reference_tokens)
 
 
 def _computes_here(config: RunConfig) -> bool:
@@ -87,15 +153,14 @@ def record_expected_step(run: RunDirectory) -> None:
     """Record how long a step should take, for the report to compare; only for a run on this machine's CPU."""
     config = load_config(run)
     if _computes_here(config):
-        rate = _rate_here(config.training.precision)
-        plan = load_plan(run)
-        write_json(run.expected, ExpectedStep(_step_seconds(config, plan, rate), _step_flops(config, plan), rate))
+        pace = pace_here(config, load_plan(run), may_measure=True)
+        write_json(run.expected, ExpectedStep(pace.seconds, pace.flops, pace.told_by, pace.parts))
 
 
 def slow_steps(
     config: RunConfig,
     plan: ParallelPlan,
-    flops_per_second: float,
+    pace: Pace,
     num_sequences: int | None,
     reference_tokens: float = 0,
 ) -> str:
@@ -104,37 +169,34 @@ def slow_steps(
     Args:
         config: the resolved configuration.
         plan: its plan.
-        flops_per_second: rate of matrix products of all ranks together.
+        pace: the time of a step.
         num_sequences: sequences of an epoch; None if unknown.
         reference_tokens: tokens over which the reference of the objective is computed.
     """
-    seconds = _step_seconds(config, plan, flops_per_second)
     training = config.training
     steps = training.steps
     if num_sequences is not None:
         steps = training.total_steps(num_sequences / config.batch_size)
-    reference = _reference_seconds(config, reference_tokens, flops_per_second)
-    whole = reference + _run_seconds(config, plan, seconds, steps or 0)
-    if seconds < SLOW_STEP_SECONDS and whole < LONG_RUN_SECONDS:
+    reference = _reference_seconds(config, reference_tokens, pace)
+    whole = reference + _run_seconds(config, plan, pace.seconds, steps or 0)
+    if pace.seconds < SLOW_STEP_SECONDS and whole < LONG_RUN_SECONDS:
         return ""
-    return f"{_told(config, plan, flops_per_second, steps, reference_tokens)}; {_QUICKER}"
+    return f"{_told(config, plan, pace, steps, reference_tokens)}; {_QUICKER}"
 
 
-def _told(
-    config: RunConfig, plan: ParallelPlan, flops_per_second: float, steps: int | None, reference_tokens: float
-) -> str:
-    seconds = _step_seconds(config, plan, flops_per_second)
+def _told(config: RunConfig, plan: ParallelPlan, pace: Pace, steps: int | None, reference_tokens: float) -> str:
     whole = ""
     if steps:
         whole = (
-            f", the {counted(steps, 'step')} of the run {format_duration(_run_seconds(config, plan, seconds, steps))}"
+            f", the {counted(steps, 'step')} of the run "
+            f"{format_duration(_run_seconds(config, plan, pace.seconds, steps))}"
         )
     if reference_tokens:
-        reference = _reference_seconds(config, reference_tokens, flops_per_second)
+        reference = _reference_seconds(config, reference_tokens, pace)
         whole += f", the reference before the first step {format_duration(reference)}"
     return (
-        f"a step takes about {format_duration(seconds)} on this CPU ({_step_flops(config, plan) / TFLOP:,.1f} TFLOP; "
-        f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s){whole}"
+        f"a step takes about {format_duration(pace.seconds)} on this CPU ({pace.flops / TFLOP:,.1f} TFLOP; "
+        f"{pace.told_by}){whole}"
     )
 
 
@@ -143,11 +205,12 @@ def _run_seconds(config: RunConfig, plan: ParallelPlan, step_seconds: float, ste
     return step_seconds * config.tokens_before(steps) / (plan.batch_size * config.seq_len)
 
 
-def _reference_seconds(config: RunConfig, reference_tokens: float, flops_per_second: float) -> float:
+def _reference_seconds(config: RunConfig, reference_tokens: float, pace: Pace) -> float:
+    """Return the time of the reference's forward at the rate of a step."""
     if not reference_tokens:
         return 0.0
     flops = reference_tokens * forward_flops_per_token(spec_before_run(config), config.seq_len)
-    return flops / (CPU_SHARE * flops_per_second)
+    return flops / pace.flops_per_second
 
 
 def expected_step(run: RunDirectory) -> str:
@@ -163,12 +226,14 @@ def _step(run: RunDirectory) -> str:
     plan = load_plan(run)
     reference_tokens = _reference_tokens(run, config)
     if config.launch.device == "cpu":
-        cores = plan.world_size * config.launch.request.cores_of_a_rank("cpu")
-        rate = _rate_here(config.training.precision) if config.launch.is_here else cores * CORE_RATE
-        flops = _step_flops(config, plan)
-        seconds = format_duration(_step_seconds(config, plan, rate))
-        before = _before_the_first(_reference_seconds(config, reference_tokens, rate))
-        return f"a step of {flops / TFLOP:.3g} TFLOP takes roughly {seconds}{before}"
+        if config.launch.is_here:
+            pace = _recorded_pace(run, config, plan)
+        else:
+            cores = plan.world_size * config.launch.request.cores_of_a_rank("cpu")
+            pace = rough_pace(config, plan, cores * CORE_RATE)
+        roughly = "roughly" if pace.is_rough else "about"
+        before = _before_the_first(_reference_seconds(config, reference_tokens, pace))
+        return f"a step of {pace.flops / TFLOP:.3g} TFLOP takes {roughly} {format_duration(pace.seconds)}{before}"
     device = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
     took = step_time_of(config, plan, device)
     before = ""
@@ -180,10 +245,6 @@ def _step(run: RunDirectory) -> str:
 
 def _before_the_first(reference_seconds: float) -> str:
     return f", and the reference before the first {format_duration(reference_seconds)}" if reference_seconds else ""
-
-
-def _step_seconds(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -> float:
-    return _step_flops(config, plan) / (CPU_SHARE * flops_per_second)
 
 
 def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:

@@ -10,8 +10,10 @@ torch computes a causal row with cuDNN's kernel, which reaches 50 % on Hopper (t
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from llama_core.config.measured_rates import MeasuredRates
 from llama_core.errors import ConfigError
 from llama_core.units import GB, GIB, MIB, TFLOP, divisors
 
@@ -60,6 +62,19 @@ class DeviceSpec:
     """Bytes per second per device to other nodes, each way."""
     workspace_bytes: int = 32 * MIB
     """Workspace that torch gives to a cuBLAS handle on a stream. Source: torch, ``CublasHandlePool.cpp``."""
+    is_gpu: bool = True
+    """Whether it runs CUDA's kernels; a CPU does not."""
+    measured: Mapping[int, MeasuredRates] = field(default_factory=dict, compare=False, repr=False)
+    """What its operations were measured to take, by the number of ranks that compute on a machine at once. Empty where
+    all is from the data sheet."""
+    source: str = "data sheet"
+    """Where its rates are from, in words."""
+
+    def rates(self, num_ranks: int) -> MeasuredRates | None:
+        """Return what was measured with as many ranks on a machine, or with the nearest number; None for a sheet."""
+        if not self.measured:
+            return None
+        return self.measured[min(self.measured, key=lambda measured: abs(measured - num_ranks))]
 
     @property
     def usable_bytes(self) -> int:

@@ -98,13 +98,15 @@ _FIELDS_OF_STEPS = frozenset(one.name for one in fields(StepRecord))
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """How long a step should take on a CPU, roughly: its FLOPs at a share of the measured rate of matrix products."""
+    """How long a step should take on a CPU."""
 
     seconds: float
     flops: float
     """Of a whole step, over all ranks."""
-    flops_per_second: float
-    """Of large matrix products, over all ranks."""
+    told_by: str
+    """What that follows from, in a clause: times of operations that were measured, or a rate of matrix products."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The seconds of the planner's parts of a step; empty if only the whole is known."""
 
 
 @dataclass(frozen=True)

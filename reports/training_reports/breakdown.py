@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import plotly.graph_objects as go
 
 from llama_core.records.profiles import ProfileRecord
-from llama_core.units import TFLOP
+from llama_core.units import TFLOP, format_duration
 from training_reports.by_step import PART_COLORS, measured_parts
 from training_reports.contents import RunContents
 from training_reports.figures import add_bar, stack_bars, styled_figure
@@ -55,15 +55,20 @@ def step_parts(rows: Mapping[str, Mapping[str, float]]) -> go.Figure:
 def predicted(contents: RunContents) -> dict[str, float]:
     """Return the planner's parts of a step in seconds; empty without a prediction."""
     if contents.expected is not None:
-        return {"computing": contents.expected.seconds}
+        parts = contents.expected.parts
+        return _planned_parts(parts) if parts else {"computing": contents.expected.seconds}
     step = (contents.choice or {}).get("step") or {}
     if "compute_seconds" not in step:
         return {}
+    return _planned_parts({name.removesuffix("_seconds"): seconds for name, seconds in step.items()})
+
+
+def _planned_parts(step: Mapping[str, float]) -> dict[str, float]:
     return {
-        "computing": step["compute_seconds"] + step.get("preparation_seconds", 0.0),
-        "communication": sum(step.get(f"{axis}_seconds", 0.0) for axis in AXES),
-        "pipeline bubble": step.get("bubble_seconds", 0.0),
-        "optimizer": step.get("optimizer_seconds", 0.0),
+        "computing": step["compute"] + step.get("preparation", 0.0),
+        "communication": sum(step.get(axis, 0.0) for axis in AXES),
+        "pipeline bubble": step.get("bubble", 0.0),
+        "optimizer": step.get("optimizer", 0.0),
     }
 
 
@@ -117,8 +122,8 @@ def _notes(contents: RunContents) -> Iterator[str]:
     if contents.expected is not None:
         expected = contents.expected
         yield (
-            f"Predicted before the run, roughly: {expected.flops / TFLOP:.3g} TFLOP at half of this machine's rate in "
-            f"large matrix products, {expected.flops_per_second / TFLOP:.2f} TFLOP/s."
+            f"Predicted before the run, {expected.told_by}: {format_duration(expected.seconds)} for "
+            f"{expected.flops / TFLOP:.3g} TFLOP."
         )
     elif predicted(contents):
         yield "Predicted by the planner, before the run: computing is forward and backward."

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from llama_core.chain import expected
-from llama_core.chain.expected import CPU_SHARE, SLOW_STEP_SECONDS, expected_here, expected_step, slow_steps
+from llama_core.chain.expected import CPU_SHARE, SLOW_STEP_SECONDS, expected_here, expected_step, rough_pace, slow_steps
 from llama_core.chain.planned import plan_for_gpu
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
@@ -21,7 +21,13 @@ def told(batch_size, num_sequences=None, reference_tokens=0, **training):
     settings = {"seq_len": 2048, "batch_size": batch_size} | training
     config = RunConfig.from_mapping({"model": "tiny_llama3_150m", "training": settings, "launch": {"device": "cpu"}})
     plan = ParallelPlan(num_microbatches=batch_size)
-    return slow_steps(config, plan, 0.1 * TFLOP, num_sequences, reference_tokens)
+    return slow_steps(config, plan, rough_pace(config, plan, 0.1 * TFLOP), num_sequences, reference_tokens)
+
+
+@pytest.fixture(autouse=True)
+def unmeasured_machine(monkeypatch):
+    """What a machine's profile knows is no part of these laws."""
+    monkeypatch.setattr(expected, "measured_cpu", lambda config, plan, may_measure: None)
 
 
 def test_a_quick_step_is_not_announced():

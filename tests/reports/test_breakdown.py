@@ -53,9 +53,12 @@ def test_a_prediction_has_a_bar_of_its_own_with_all_its_time(run):
 
 
 def test_the_bar_of_a_cpu_is_the_expected_time(run):
-    write_json(run.expected, ExpectedStep(seconds=4.0, flops=2e11, flops_per_second=1e11))
+    write_json(run.expected, ExpectedStep(seconds=4.0, flops=2e11, told_by="from a guess"))
     assert bars(run)["predicted"] == {"computing": 4.0}
-    assert "Predicted before the run, roughly: 0.2 TFLOP at half of this machine's rate" in notes(run)
+    assert "Predicted before the run, from a guess: 4.0 s for 0.2 TFLOP." in notes(run)
+    parts = {"compute": 3.0, "bubble": 0.0, "tp": 0.25, "dp": 0.25, "optimizer": 0.5}
+    write_json(run.expected, ExpectedStep(seconds=4.0, flops=2e11, told_by="from operations", parts=parts))
+    assert bars(run)["predicted"] == {"computing": 3.0, "communication": 0.5, "optimizer": 0.5}
 
 
 def test_a_run_of_several_ranks_without_a_profile_says_how_to_measure_communication(run):

@@ -588,7 +588,7 @@ def test_a_run_of_some_minutes_chooses_its_steps_and_ends_with_what_it_has_learn
     assert "What it has learnt" in page
     assert "<strong>import</strong>" in page
     assert f"next      training-infra train --resume --run-dir runs/{run.name} --steps {2 * chosen} " in ended.stdout
-    assert f"{read_json(run.expected)['flops_per_second'] / 1e12:.2f} TFLOP/s" in page
+    assert f"Predicted before the run, {read_json(run.expected)['told_by']}: " in page
     again = shell("train", "--resume", f"--run-dir=runs/{run.name}")
     assert f"runs/{run.name}: already finished" in again.stdout
 

@@ -9,6 +9,7 @@ from llama_core.optimizers.traits import Trained
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.kernels import NO_TIME, Pass, ProgramTime, Rates
+from llama_core.planning.time.measured import MeasuredTimes
 from llama_core.planning.work import Stage, Work
 
 MODEL_SHAPES = 0.9
@@ -40,8 +41,12 @@ class StageCompute:
     """
 
     def __init__(self, work: Work, device: DeviceSpec) -> None:
-        self.work = work if work.on_cuda else replace(work, on_cuda=True)
+        self.work = work if work.on_cuda == device.is_gpu else replace(work, on_cuda=device.is_gpu)
         self.device = device
+        self.measured_rates = device.rates(min(device.gpus_per_node, work.plan.world_size))
+        self.measured = None
+        if self.measured_rates is not None:
+            self.measured = MeasuredTimes(self.work, self.measured_rates.seconds)
         peak = device.fp32_flops if work.precision == "fp32" else device.bf16_flops
         # cuDNN has no kernel for fp32, and blocks around a ring need the flash kernel's sums
         is_causal_row = work.kernel.is_fused_causal and work.itemsize < FP32_BYTES
@@ -73,7 +78,7 @@ class StageCompute:
 
     def attention(self) -> Pass:
         """Return the time of one layer's attention: its scores and their products with the values."""
-        return ProgramTime(self.work.layers[-1], self.rates).attention()
+        return ProgramTime(self.work.layers[-1], self.rates, self.measured).attention()
 
     def embedding(self) -> Pass:
         """Return the time to look up every token, and to add their gradients to the table's."""
@@ -84,11 +89,22 @@ class StageCompute:
         return self._seconds(self.work.final_norm).plus(self._seconds(self.work.head))
 
     def _seconds(self, passes: Passes, mode: RecomputeMode = "none") -> Pass:
-        return ProgramTime(passes, self.rates).seconds(mode)
+        seconds = self.sum_of_operations(passes, mode)
+        if self.measured_rates is None:
+            return seconds
+        is_end = any(passes is end for end in (self.work.embedding, self.work.final_norm, self.work.head))
+        forward, backward = self.measured_rates.ends_share if is_end else self.measured_rates.layers_share
+        return Pass(forward * seconds.forward, backward * seconds.backward)
+
+    def sum_of_operations(self, passes: Passes, mode: RecomputeMode = "none") -> Pass:
+        """Return the time of the operations of a program, each as if it ran alone."""
+        return ProgramTime(passes, self.rates, self.measured).seconds(mode)
 
     def optimizer(self, updated: Trained) -> float:
         """Return the time to clip and update parameters, and to cast them once."""
         num_parameters = sum(updated)
+        if self.measured is not None:
+            return self.measured.update(updated)
         # the norm reads the gradient; clipping reads and writes it
         clipping = (1 + 2) * FP32_BYTES * num_parameters
         seconds = self.copying(clipping + self.work.update.moved_for(updated))
@@ -105,11 +121,21 @@ class StageCompute:
         if flops is None:
             return 0.0
         plan = self.work.plan
+        if self.measured is not None:
+            return self._measured_on_whole_matrices(self.measured, pp_rank)
         of_stage = sum(flops(*shape) for shape in self.work.trained_matrices(pp_rank, of_experts=False))
         of_stage += plan.ep * sum(flops(*shape) for shape in self.work.trained_matrices(pp_rank, of_experts=True))
         ranks = plan.world_size / plan.pp
         return of_stage / ranks / (self.device.bf16_flops * self.device.matmul_share * MODEL_SHAPES)
 
+    def _measured_on_whole_matrices(self, measured: MeasuredTimes, pp_rank: int) -> float:
+        plan = self.work.plan
+        seconds = 0.0
+        for of_experts, copies in ((False, 1), (True, plan.ep)):
+            for rows, columns in self.work.trained_matrices(pp_rank, of_experts=of_experts):
+                seconds += copies * measured.orthogonalising(rows, columns)
+        return seconds / (plan.world_size / plan.pp)
+
     def copying(self, num_bytes: float) -> float:
         """Return the time to read or write ``num_bytes``."""
-        return num_bytes / self.rates.bandwidth
+        return num_bytes / self.rates.bandwidth if self.measured is None else self.measured.moving(num_bytes)

@@ -22,6 +22,7 @@ from llama_core.planning.program.operations import (
     Product,
 )
 from llama_core.planning.program.passes import Passes
+from llama_core.planning.time.measured import MeasuredTimes
 from llama_core.schedules.actions import Kind
 
 HALF_RATE_DIM = 128
@@ -92,24 +93,34 @@ class ProgramTime:
 
     Args:
         passes: its forward and its backward.
-        rates: of the device.
+        rates: of the device, from its data sheet.
+        measured: the times of operations on it, where it was measured: they count instead.
     """
 
-    def __init__(self, passes: Passes, rates: Rates) -> None:
+    def __init__(self, passes: Passes, rates: Rates, measured: MeasuredTimes | None = None) -> None:
         self.passes = passes
         self.program = passes.program
         self.rates = rates
+        self.measured = measured
 
     def seconds(self, mode: RecomputeMode = "none") -> Pass:
         """Return the time of both, with recomputation in the backward, and not less than the launches take."""
-        launches = KERNEL_SECONDS * sum(
-            operation.num_kernels for operation in self.passes.operations if operation.outputs
-        )
+        launches = 0.0  # a measured time has its own
+        if self.measured is None:
+            launches = KERNEL_SECONDS * sum(
+                operation.num_kernels for operation in self.passes.operations if operation.outputs
+            )
         forward = max(self._forward(self.passes.operations), launches)
         return Pass(forward, max(self._backward(), 2 * launches) + self._forward(self.passes.repeated(mode)))
 
     def attention(self) -> Pass:
         """Return the time of attention's kernel alone."""
+        if self.measured is not None:
+            kernels = [operation for operation in self.passes.operations if operation.kind == "attention"]
+            return Pass(
+                sum(self.measured.attention(kernel, "forward") or 0.0 for kernel in kernels),
+                sum(self.measured.attention(kernel, "backward") or 0.0 for kernel in kernels),
+            )
         forward = sum(map(self._attending, self.passes.operations))
         return Pass(forward, BACKWARD_PRODUCTS["attention"] * forward)
 
@@ -117,6 +128,8 @@ class ProgramTime:
         return sum(map(self._forward_of, operations))
 
     def _forward_of(self, operation: Operation) -> float:
+        if self.measured is not None:
+            return self.measured.forward(self.program, operation)
         seconds = sum(self._multiplying(product, operation) for product in operation.products)
         seconds += self._attending(operation)
         if operation.traffic is not None:
@@ -148,6 +161,8 @@ class ProgramTime:
 
     def _making_gradients(self, operation: Operation, needing: Sequence[int]) -> float:
         """Return the time to make the gradients of some inputs of an operation."""
+        if self.measured is not None:
+            return self.measured.backward(self.program, operation, needing)
         seconds = BACKWARD_PRODUCTS.get(operation.kind, 0.0) * self._attending(operation)
         if operation.kind not in BACKWARD_PRODUCTS:
             shares = SHARES_GRADIENT.get(operation.kind, ())
@@ -222,6 +237,8 @@ class ProgramTime:
         return not self.program.matrix_products.isdisjoint(operation.outputs)
 
     def _copying(self, num_bytes: float) -> float:
+        if self.measured is not None:
+            return self.measured.moving(num_bytes)
         return num_bytes / self.rates.bandwidth
 
     def _num_bytes(self, tensors: Iterable[int]) -> int:

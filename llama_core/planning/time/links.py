@@ -41,6 +41,9 @@ class Links:
 
     def _seconds(self, traffic: Traffic) -> float:
         device = self.device
+        measured = self._measured(traffic)
+        if measured is not None:
+            return measured
         stride, size = self._extent(traffic.axis)
         in_a_node = min(size, max(1, device.gpus_per_node // stride))
         hops = traffic.num_ranks - 1
@@ -54,6 +57,15 @@ class Links:
         passes = 2 if traffic.collective == "all_reduce" else 1
         waiting = passes * ((hops - hops_between_nodes) * latency + hops_between_nodes * NETWORK_SECONDS)
         return traffic.count * (START_SECONDS + waiting) + traffic.sent_bytes / (bandwidth * COLLECTIVE_SHARE)
+
+    def _measured(self, traffic: Traffic) -> float | None:
+        """Return the time of transfers inside a machine that was measured; None if it was not."""
+        rates = self.device.rates(min(self.device.gpus_per_node, self.plan.world_size))
+        if rates is None or not traffic.count or self.plan.world_size == 1:
+            return None
+        sizes = (traffic.num_ranks, max(1, round(traffic.num_bytes / traffic.count)))
+        seconds = rates.seconds(f"link {traffic.collective}", sizes)
+        return None if seconds is None else traffic.count * seconds
 
     def _extent(self, axis: Axis | Other) -> tuple[int, int]:
         """Return the distance in ranks between neighbours on an axis, and the number of its ranks."""

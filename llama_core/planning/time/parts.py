@@ -48,7 +48,7 @@ class StepParts:
     def __init__(self, work: Work, device: DeviceSpec) -> None:
         self.plan = work.plan
         self.links = Links(work.plan, device)
-        self.work = work if work.on_cuda else replace(work, on_cuda=True)
+        self.work = work if work.on_cuda == device.is_gpu else replace(work, on_cuda=device.is_gpu)
         self.messages = Messages(self.work)
         self.compute = StageCompute(self.work, device)
 
@@ -167,8 +167,8 @@ class StepParts:
         behind_again = attention.forward if mode == "full" else 0.0
         backward = self.links.seconds(ring.backward) - again
         return Pass(
-            _exposed(forward, attention.forward),
-            _exposed(again, behind_again) + _exposed(backward, attention.backward),
+            self._exposed(forward, attention.forward),
+            self._exposed(again, behind_again) + self._exposed(backward, attention.backward),
         )
 
     def _expert_parallel(self, stage: Stage, before: Pass) -> Pass:
@@ -201,7 +201,7 @@ class StepParts:
         for way, computing in zip(traffic.both_ways, before, strict=True):
             seconds = self._from_host(way)
             # copied into or out of the buffers
-            added.append(_exposed(seconds, computing, seconds / num_groups) + self._copied(way))
+            added.append(self._exposed(seconds, computing, seconds / num_groups) + self._copied(way))
         return Pass(*added)
 
     def _from_host(self, traffic: Sequence[Traffic]) -> float:
@@ -221,14 +221,15 @@ class StepParts:
         held = max(map(messages.updated, range(self.plan.pp)), key=sum)
         if self.plan.offload == "none":
             computing = max(map(self.compute.on_whole_matrices, range(self.plan.pp)))
-            sending = _exposed(self._on_slowest_rank(messages.update), computing)
+            sending = self._exposed(self._on_slowest_rank(messages.update), computing)
             return self.compute.optimizer(held) + computing + sending
         # gradients go to the host and weights come back
         moved = sum(held) * (FP32_BYTES + messages.itemsize) / PCIE_BANDWIDTH
         return moved + self.work.optimizer.moved_for(held) / HOST_BANDWIDTH
 
-
-def _exposed(communication: float, computing: float, least: float = 0.0) -> float:
-    """Return the time communication adds to the computing it overlaps; ``least`` of it cannot overlap."""
-    exposed = max(communication - computing, least)
-    return exposed + CONTENTION * (communication - exposed)
+    def _exposed(self, communication: float, computing: float, least: float = 0.0) -> float:
+        """Return the time communication adds to the computing it overlaps; ``least`` of it cannot overlap."""
+        if not self.compute.device.is_gpu:  # the cores that compute are those that send
+            return communication
+        exposed = max(communication - computing, least)
+        return exposed + CONTENTION * (communication - exposed)

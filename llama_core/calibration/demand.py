@@ -1,0 +1,107 @@
+"""Measures what the time of one run asks for on this machine's processor, unless its profile knows it."""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, replace
+from itertools import starmap
+
+from llama_core.calibration.profile import MachineProfile, own_profile_path, read_profile, write_profile
+from llama_core.calibration.ranks import measure_on_ranks
+from llama_core.config.hardware import DeviceSpec
+from llama_core.config.measured_rates import MeasuredRates
+from llama_core.config.run import RunConfig
+from llama_core.errors import ConfigError
+from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.asked import asked_of_machine, undivided_passes
+from llama_core.planning.time.kernels import Pass
+from llama_core.planning.time.links import node_size
+from llama_core.planning.work import Work
+
+MOST_LAYERS = 2
+"""Layers of the model that is timed as a whole: as in ``calibration.whole``, which would import torch."""
+
+
+def known_profile() -> MachineProfile:
+    """Return the profile of this machine; a new one if there is none, or it is damaged or of something else."""
+    fresh = MachineProfile.of_this_machine()
+    try:
+        profile = read_profile(own_profile_path())
+    except ConfigError:
+        return fresh
+    return fresh if profile.misfit(fresh) else profile
+
+
+def measured_cpu(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) -> DeviceSpec | None:
+    """Return this machine's processor with the times that a step of a run asks for, measured now or earlier.
+
+    Args:
+        config: the resolved configuration of a run on this machine.
+        plan: its plan.
+        may_measure: whether to measure what the profile does not know, which takes seconds. Otherwise what
+            ``calibrate`` measured answers; None if that was not done.
+
+    Raises:
+        TrainingFailedError: if a measurement fails.
+    """
+    profile = known_profile()
+    num_ranks = node_size(config, plan.world_size)
+    undivided = _undivided(Work.of(config, plan))
+    name = _name_of_whole(undivided, num_ranks)
+    if may_measure:
+        profile = _measured(profile, config, plan, name)
+    rates = profile.rates.get(num_ranks)
+    if rates is None or (
+        not may_measure and not all(kind.grid or name in profile.whole for kind in rates.kinds.values())
+    ):
+        return None
+    if name in profile.whole:
+        layers_share, ends_share = profile.whole[name]
+        rates = replace(rates, layers_share=layers_share, ends_share=ends_share)
+    return replace(profile, rates={num_ranks: rates}).cpu(num_ranks)
+
+
+def _measured(profile: MachineProfile, config: RunConfig, plan: ParallelPlan, name: str) -> MachineProfile:
+    """Return a profile with all that a step asks for, and keep it if something had to be measured."""
+    num_ranks = node_size(config, plan.world_size)
+    work = Work.of(config, plan)
+    undivided = _undivided(work)
+    rates = profile.rates.get(num_ranks, MeasuredRates())
+    device = profile.cpu(num_ranks)
+    asked = dict.fromkeys((*asked_of_machine(work, device), *asked_of_machine(undivided, device, alone=True)))
+    missing = [(kind, sizes) for kind, sizes in asked if sizes not in _points(rates, kind)]
+    is_known = name in profile.whole
+    if is_known and not missing:
+        return profile
+    rows = undivided.plan.microbatch_size
+    answer = measure_on_ranks(num_ranks, missing, whole=None if is_known else config, rows=rows)
+    profile = profile.with_rates(num_ranks, rates.with_points(answer.seconds))
+    if answer.layers is not None and answer.ends is not None:
+        layers, ends = undivided_passes(undivided, profile.cpu(num_ranks))
+        shares = (_share(answer.layers, layers), _share(answer.ends, ends))
+        profile = replace(profile, whole={**profile.whole, name: shares})
+    write_profile(own_profile_path(), profile)
+    return profile
+
+
+def _points(rates: MeasuredRates, kind: str) -> set[tuple[int, ...]]:
+    measured = rates.kinds.get(kind)
+    return set() if measured is None else set(measured.points)
+
+
+def _undivided(work: Work) -> Work:
+    """Return the first layers and the ends of a model on one rank, with the rows of a rank's forward."""
+    spec = replace(work.spec, num_layers=min(MOST_LAYERS, work.spec.num_layers))
+    return replace(work, spec=spec, plan=ParallelPlan(microbatch_size=work.plan.rows_per_forward))
+
+
+def _share(whole: Pass, parts: Pass) -> tuple[float, float]:
+    forward, backward = starmap(lambda one, other: one / other if other else 1.0, zip(whole, parts, strict=True))
+    return (forward, backward) if math.isfinite(forward + backward) else (1.0, 1.0)
+
+
+def _name_of_whole(work: Work, num_ranks: int) -> str:
+    """Return a name for what is timed as a whole: equal if and only if the layers, rows and kernels are."""
+    identity = [asdict(work.spec), work.plan.as_dict(), work.seq_len, work.precision, work.documents, num_ranks]
+    identity += [work.objective.name]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,83 @@
+"""Starts the processes that measure, as many as the ranks of a run on this machine, and as they are started."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llama_core.config.measured_rates import Sizes
+from llama_core.config.run import RunConfig
+from llama_core.errors import TrainingFailedError
+from llama_core.imports import safe_python
+from llama_core.launch.rank.supervisor import worker_environment
+from llama_core.planning.time.kernels import Pass
+from llama_core.records.files import read_json, write_json
+
+TIMEOUT_SECONDS = 600
+
+
+class Answer(NamedTuple):
+    """What the ranks measured: of each operation, the time of the rank where it took longest."""
+
+    seconds: dict[tuple[str, Sizes], float]
+    spread: dict[tuple[str, Sizes], float]
+    layers: Pass | None
+    ends: Pass | None
+
+
+def measure_on_ranks(
+    num_ranks: int, queries: Sequence[tuple[str, Sizes]], *, whole: RunConfig | None = None, rows: int = 1
+) -> Answer:
+    """Return what operations take while ``num_ranks`` processes share this machine's cores.
+
+    Args:
+        num_ranks: processes.
+        queries: kinds and sizes of operations.
+        whole: also time whole layers and ends of this run's model.
+        rows: rows of a forward of it.
+
+    Raises:
+        TrainingFailedError: if a process fails; the message has the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="calibrate-") as name:
+        folder = Path(name)
+        asked = None if whole is None else {"config": whole.model_dump(mode="json"), "rows": rows}
+        write_json(folder / "request.json", {"device": "cpu", "queries": queries, "whole": asked}, durable=False)
+        processes = [_start(folder, rank, num_ranks) for rank in range(num_ranks)]
+        try:
+            for rank, process in enumerate(processes):
+                output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+                if process.returncode:
+                    last = (output.strip().splitlines() or ["it printed nothing"])[-1]
+                    raise TrainingFailedError(f"rank {rank} of the measurement failed: {last}")
+        except subprocess.TimeoutExpired as error:
+            raise TrainingFailedError(f"the measurement took longer than {TIMEOUT_SECONDS} s") from error
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return _joined(queries, [read_json(folder / f"rank-{rank}.json") for rank in range(num_ranks)])
+
+
+def _start(folder: Path, rank: int, num_ranks: int) -> "subprocess.Popen[str]":
+    environment = worker_environment(os.environ, "cpu", num_ranks, folder)
+    environment |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    return subprocess.Popen(
+        [*safe_python("-m", "llama_core.calibration.worker"), str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _joined(queries: Sequence[tuple[str, Sizes]], answers: Sequence[dict[str, Any]]) -> Answer:
+    seconds = {query: max(answer["seconds"][place] for answer in answers) for place, query in enumerate(queries)}
+    spread = {query: max(answer["spread"][place] for answer in answers) for place, query in enumerate(queries)}
+    wholes = [answer["whole"] for answer in answers if "whole" in answer]
+    if not wholes:
+        return Answer(seconds, spread, None, None)
+    layers, ends = (Pass(*(max(whole[part][way] for whole in wholes) for way in (0, 1))) for part in (0, 1))
+    return Answer(seconds, spread, layers, ends)

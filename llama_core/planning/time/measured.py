@@ -1,0 +1,169 @@
+"""The times of a program's operations on a machine that was measured.
+
+Each operation is looked up by the kind and the sizes under which ``calibration.operations`` measures it. An operation
+of which nothing was measured moves its bytes at the speed of a measured multiplication.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from llama_core.config.measured_rates import Sizes
+from llama_core.optimizers.traits import OptimizerType, Trained
+from llama_core.planning.program.operations import FP32_BYTES, Operation, Product, Program
+from llama_core.planning.work import Work
+
+Direction = Literal["forward", "backward"]
+Lookup = Callable[[str, Sizes], float | None]
+"""Returns the seconds of a kind and sizes; None if nothing was measured that tells them."""
+
+FLOAT_NAMES = {2: "bf16", 4: "fp32"}
+POINTWISE = frozenset(
+    {"add", "add_bias", "silu", "exp", "softmax", "tanh", "scale", "log_sum_exp", "rotate", "inverse_rms", "rearrange"}
+)
+"""Kinds of operations that were measured by the number of elements of their first input."""
+WITH_PRODUCT = {"cast_product": "linear", "packed_product": "packed", "cast_grouped_product": "experts"}
+"""Kinds of operations that were measured with the casts or the unpacking of their weights, and with what name."""
+LOSS_PRODUCTS = 3
+"""Products of a loss whose head is trained."""
+MULTIPLY_BYTES = 3 * FP32_BYTES
+"""Bytes that a multiplication in fp32 reads and writes for each element."""
+
+
+class MeasuredTimes:
+    """The times of operations on a rank of a measured machine.
+
+    Args:
+        work: the model, the plan and the sequences.
+        lookup: what was measured.
+    """
+
+    launch_seconds = 0.0  # every measured time has its own
+
+    def __init__(self, work: Work, lookup: Lookup) -> None:
+        self.work = work
+        self.lookup = lookup
+        self.added_share = 0.0 if work.plan.uses_fully_shard else 1 - 1 / work.plan.num_microbatches
+        self.compiles = work.plan.compile
+
+    def forward(self, program: Program, operation: Operation) -> float:
+        """Return the time of an operation's forward."""
+        if not operation.outputs or operation.kind == "copy":  # the copy is made within ``linear``
+            return 0.0
+        whole = self._whole(program, operation, "forward")
+        if whole is not None:
+            return whole
+        if operation.products:
+            return sum(self._multiplying(operation, product, "forward") for product in operation.products)
+        if operation.communicates:
+            return 0.0
+        moved = sum(program.sizes[tensor].num_bytes for tensor in (*operation.inputs, *operation.outputs))
+        if operation.traffic is not None:
+            moved = operation.traffic.forward
+        return self.moving(moved)
+
+    def backward(self, program: Program, operation: Operation, needing: Sequence[int]) -> float:
+        """Return the time to make the gradients of some inputs of an operation."""
+        whole = self._whole(program, operation, "backward")
+        if whole is not None:
+            return whole
+        if operation.products:
+            return sum(self._gradients(operation, product, needing) for product in operation.products)
+        if operation.communicates:
+            return 0.0
+        gradient = sum(program.sizes[tensor].num_bytes for tensor in operation.outputs[:1])
+        moved = 2 * gradient + sum(program.sizes[operation.inputs[place]].num_bytes for place in needing)
+        if operation.traffic is not None:
+            moved = operation.traffic.backward
+        return self.moving(moved)
+
+    def moving(self, num_bytes: float) -> float:
+        """Return the time to read and write so many bytes."""
+        if num_bytes <= 0:
+            return 0.0
+        elements = max(1, round(num_bytes / MULTIPLY_BYTES))
+        return self.lookup("multiply fp32 forward", (elements,)) or 0.0
+
+    def update(self, updated: Trained) -> float:
+        """Return the time to clip and update parameters, each the rank's share."""
+        optimizer = self.work.update
+        if optimizer.others is not None:  # what is computed on whole matrices is timed apart
+            others = self._updating(optimizer.others, updated.others)
+            clipped = 3 * FP32_BYTES * updated.matrices
+            return others + self.moving(clipped + optimizer.moved_for(Trained(updated.matrices, 0)))
+        return self._updating(optimizer, sum(updated))
+
+    def _updating(self, optimizer: OptimizerType, num_parameters: float) -> float:
+        return self.lookup(f"update {optimizer.name}", (max(1, round(num_parameters)),)) or 0.0
+
+    def orthogonalising(self, rows: int, columns: int) -> float:
+        """Return the time in which Muon makes the direction of a matrix."""
+        kind = f"orthogonalise {'bf16' if self.work.itemsize == 2 else 'fp32'}"
+        return (self.lookup(kind, (rows, columns)) or 0.0) / 2
+
+    def attention(self, operation: Operation, direction: Direction) -> float | None:
+        """Return the time of attention's kernel, at the share of the scores inside its window."""
+        setting = self.work.setting
+        spec = self.work.spec
+        kernel = f"attention {self.work.kernel.told} {FLOAT_NAMES[setting.itemsize]} {direction}"
+        heads = max(1, spec.num_heads // setting.tp)
+        key_heads = max(1, spec.num_kv_heads // setting.tp)
+        sizes = (setting.rows, heads, key_heads, setting.seq_len, spec.head_dim)
+        seconds = self.lookup(kernel, sizes)
+        return None if seconds is None else operation.share_in_window * seconds
+
+    def _whole(self, program: Program, operation: Operation, direction: Direction) -> float | None:
+        """Return the time of an operation that was measured with all that belongs to it; None for another one."""
+        if operation.kind == "attention":
+            return self.attention(operation, direction)
+        question = _question(program, operation, direction)
+        return None if question is None else self.lookup(*question)
+
+    def _multiplying(self, operation: Operation, product: Product, way: str) -> float:
+        """Return the time of a product, or of one of its gradients: the input's or the weight's."""
+        kind = "grouped product" if product.groups > 1 else "product"
+        return self.lookup(f"{kind} {FLOAT_NAMES[self.work.itemsize]} {way}", _sizes(product)) or 0.0
+
+    def _gradients(self, operation: Operation, product: Product, needing: Sequence[int]) -> float:
+        # of a product, the first input is multiplied by the second; ``add_product`` adds a first one
+        first = 1 if operation.kind == "add_product" else 0
+        seconds = 0.0
+        for place in needing:
+            if place == first:
+                seconds += self._multiplying(operation, product, "input")
+            elif place == first + 1:
+                seconds += self._multiplying(operation, product, "weight")
+        return seconds
+
+
+def _question(program: Program, operation: Operation, direction: Direction) -> tuple[str, Sizes] | None:
+    """Return the kind and the sizes under which a pass of an operation was measured; None if it was not, as a whole."""
+    kind = operation.kind
+    size = program.sizes[(*operation.inputs, *operation.outputs)[0]]
+    name = FLOAT_NAMES.get(size.itemsize, "fp32")
+    elements = size.elements
+    asked = ""
+    if len(operation.products) == 1 and (kind in WITH_PRODUCT or kind == "linear_loss"):
+        (product,) = operation.products
+        if kind in WITH_PRODUCT:
+            return f"{WITH_PRODUCT[kind]} {name} {direction}", _sizes(product)
+        # its groups are the products of a forward: the logits, and the gradients of what is trained
+        trained = "loss" if product.groups == LOSS_PRODUCTS else "loss frozen"
+        return f"{trained} {name} {direction}", _sizes(product._replace(groups=1))
+    if kind == "cast":
+        ends = [name, FLOAT_NAMES.get(program.sizes[operation.outputs[0]].itemsize, "fp32")]
+        asked = " ".join(("cast", *(reversed(ends) if direction == "backward" else ends)))
+    elif kind == "multiply":
+        elements = max(program.sizes[tensor].elements for tensor in operation.inputs)
+        asked = f"multiply {name} {direction}"
+    elif kind == "decide" and operation.inputs:
+        elements = program.sizes[operation.outputs[0]].elements
+        asked = "sort int64"
+    elif kind in POINTWISE:
+        asked = f"{kind} {name} {direction}"
+    return (asked, (max(1, elements),)) if asked else None
+
+
+def _sizes(product: Product) -> Sizes:
+    """Return the rows, columns and outputs of a product, after the number of its groups if there are some."""
+    sizes = (max(1, round(product.rows)), product.columns, product.outputs)
+    return (product.groups, *sizes) if product.groups > 1 else sizes
