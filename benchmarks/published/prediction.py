@@ -5,16 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.published.footprint import Moment, moments, peak_bytes
-from benchmarks.published.job import Job
 from benchmarks.published.rows import Reader, Row
 from llama_core.errors import DataError
-from llama_core.rehearsal.device_overhead import RESERVED_OVER_HELD
+from llama_core.planning.frameworks.job import Job
+from llama_core.planning.frameworks.peak import peak_of
 from llama_core.units import GIB
-
-SLACK = {"allocated": 1.0, "active": 1.0, "reserved": RESERVED_OVER_HELD}
-"""Ratio of each statistic to the predicted bytes. Allocated and active are the bytes of tensors. Reserved memory also
-has the allocator's slack, beyond the streams' pools; it is fitted on the project's own copy of the rows."""
 
 _NEEDED = ("model", "framework", "seq_len", "method", "mem_stat")
 
@@ -62,26 +57,23 @@ def predict(row: Row) -> Prediction:
     statistic = reader.statistic()
     capacity = reader.number("gpu_mem_gib") or float("inf")
     for job in reader.jobs():
-        peak, moment = _peak(job, statistic, row.get("which_rank") or "")
-        gib = peak * SLACK[statistic] / GIB
+        peak = peak_of(job, statistic, _measured_ranks(job, row.get("which_rank") or ""))
+        gib = peak.num_bytes / GIB
         if gib <= capacity:
             break
     return Prediction(
         gib=gib,
         statistic=statistic,
-        breakdown={category: num_bytes / GIB for category, num_bytes in moment.items() if num_bytes},
+        breakdown={category: num_bytes / GIB for category, num_bytes in peak.breakdown.items() if num_bytes},
         assumptions=tuple(reader.assumptions),
     )
 
 
-def _peak(job: Job, statistic: str, which_rank: str) -> tuple[float, Moment]:
-    """Return the peak in bytes of the rank that a figure is about, and its fullest moment."""
+def _measured_ranks(job: Job, which_rank: str) -> list[int]:
+    """Return the places in the pipeline that a figure may be about."""
     ranks = list(range(job.pp))
     if "last" in which_rank.lower():
-        ranks = ranks[-1:]
-    elif which_rank.lower().replace(" ", "") == "rank0":
-        ranks = ranks[:1]
-    sums = statistic == "reserved" and job.framework.own_pools
-    of_ranks = [list(moments(job, rank)) for rank in ranks]
-    fullest = max(of_ranks, key=lambda of_rank: peak_bytes(of_rank, sum_of_pools=sums))
-    return peak_bytes(fullest, sum_of_pools=sums), max(fullest, key=lambda moment: sum(moment.values()))
+        return ranks[-1:]
+    if which_rank.lower().replace(" ", "") == "rank0":
+        return ranks[:1]
+    return ranks

@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from benchmarks.published.architectures import Architecture, published_architecture
-from benchmarks.published.frameworks import compiled, framework
-from benchmarks.published.job import Job, Recompute, Schedule
-from benchmarks.published.traits import CROSS_ENTROPY, Framework
 from llama_core.errors import ConfigError, PlanError
+from llama_core.planning.frameworks.architectures import Architecture, published_architecture
+from llama_core.planning.frameworks.job import Job, Recompute, Schedule
+from llama_core.planning.frameworks.registry import compiled, framework
+from llama_core.planning.frameworks.traits import CROSS_ENTROPY, Framework
 
 Row = Mapping[str, str]
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from benchmarks.published.comparison import OFF_BY, Entry, Ledger, Summary
-from benchmarks.published.frameworks import FRAMEWORKS
-from benchmarks.published.prediction import SLACK
+from llama_core.planning.frameworks.peak import SLACK
+from llama_core.planning.frameworks.registry import FRAMEWORKS
 
 
 def rows_table(ledger: Ledger) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from llama_core.config.hardware import CONTEXT_BYTES, DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
+from llama_core.planning.frameworks.peak import RESERVED_OVER_HELD
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.work import Work
@@ -12,8 +13,6 @@ from llama_core.schedules.actions import Kind
 from llama_core.schedules.walk import walk
 from llama_core.units import MIB, format_bytes
 
-RESERVED_OVER_HELD = 1.04
-"""Ratio of the bytes a caching allocator reserves to those of tensors, fitted to published figures: docs/memory.md."""
 NCCL_CHANNELS, NCCL_BUFFER_BYTES = 32, 4 * MIB
 """Most channels of a communicator, and a channel's buffer for each neighbour (NCCL's guide, ``NCCL_BUFFSIZE``)."""
 MULTIPLYING_THREADS = 2

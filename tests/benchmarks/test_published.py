@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from benchmarks import memory_ledger
 from benchmarks.published import ledger, predict, read_rows, write_predictions
-from benchmarks.published.activations import Activations
-from benchmarks.published.architectures import from_spec, published_architecture
-from benchmarks.published.footprint import microbatches_in_flight, moments, peak_bytes
-from benchmarks.published.frameworks import FRAMEWORKS, framework
-from benchmarks.published.job import Job
-from benchmarks.published.shares import Shares, layers_per_rank
 from benchmarks.published.tables import section
 from llama_core.config.models import model_names, model_spec
 from llama_core.errors import ConfigError, DataError, PlanError
+from llama_core.planning.frameworks.activations import Activations
+from llama_core.planning.frameworks.architectures import from_spec, published_architecture
+from llama_core.planning.frameworks.footprint import microbatches_in_flight, moments, peak_bytes
+from llama_core.planning.frameworks.job import Job
+from llama_core.planning.frameworks.registry import FRAMEWORKS, framework
+from llama_core.planning.frameworks.shares import Shares, layers_per_rank
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "benchmarks/data/published_memory.csv"

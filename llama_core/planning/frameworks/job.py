@@ -1,10 +1,10 @@
-"""A published training job: all that affects its memory."""
+"""A training job of some framework: all that affects its memory."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.published.architectures import Architecture
-from benchmarks.published.traits import Framework
+from llama_core.planning.frameworks.architectures import Architecture
+from llama_core.planning.frameworks.traits import Framework
 
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["gpipe", "1f1b", "v"]

@@ -1,4 +1,4 @@
-"""The shapes of the models in published memory measurements: LLaMA variants and others.
+"""The shapes of models that other frameworks train: LLaMA variants and others.
 
 Only sizes that affect memory are here. LLaMA variants come from this project's registry. The others are transcribed
 from their authors' published configurations and reproduce the published parameter counts.
@@ -13,12 +13,12 @@ from llama_core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Experts:
+class RoutedExperts:
     """A mixture of experts that replaces the feed-forward of most layers."""
 
     count: int
     top_k: int
-    """Experts that each token passes through."""
+    """RoutedExperts that each token passes through."""
     ffn_size: int
     shared_ffn_size: int = 0
     """Width of the expert that every token passes through."""
@@ -59,7 +59,7 @@ class Architecture:
     """Norms per layer, each with an input of ``hidden_size``."""
     norms_queries: bool = False
     """Whether queries and keys are normalised."""
-    experts: Experts | None = None
+    experts: RoutedExperts | None = None
     latent: LatentAttention | None = None
 
     @property
@@ -160,10 +160,10 @@ _OTHERS = {
     "qwen3_14b": from_spec(model_spec("qwen3_14b")),
     "qwen3_32b": from_spec(model_spec("qwen3_32b")),
     "qwen3_30b_a3b": Architecture(
-        2048, 48, 32, 4, 128, 6144, 151_936, norms_queries=True, experts=Experts(128, 8, 768)
+        2048, 48, 32, 4, 128, 6144, 151_936, norms_queries=True, experts=RoutedExperts(128, 8, 768)
     ),
     "qwen3_235b_a22b": Architecture(
-        4096, 94, 64, 4, 128, 12288, 151_936, norms_queries=True, experts=Experts(128, 8, 1536)
+        4096, 94, 64, 4, 128, 12288, 151_936, norms_queries=True, experts=RoutedExperts(128, 8, 1536)
     ),
     "gemma_2b":   Architecture( 2048,  18,   8,  1, 256, 16384, 256_000, tied=True),
     "gemma_7b":   Architecture( 3072,  28,  16, 16, 256, 24576, 256_000, tied=True),
@@ -179,15 +179,16 @@ _OTHERS = {
     "stablelm_base_alpha_7b": Architecture(6144, 16, 48, 48, 128, 24576, 50_688, gated=False, num_norms=1),
     "gpt3_15b":   Architecture( 6144,  32,  48,  8, 128, 24576, 256_000, gated=False),
     "gpt3_175b":  Architecture(12288,  96,  96, 96, 128, 49152,  51_200, tied=True, gated=False),
-    "mixtral_8x7b":  Architecture(4096, 32, 32, 8, 128, 14336, 32_000, experts=Experts(8, 2, 14336)),
-    "mixtral_8x22b": Architecture(6144, 56, 48, 8, 128, 16384, 32_768, experts=Experts(8, 2, 16384)),
+    "mixtral_8x7b":  Architecture(4096, 32, 32, 8, 128, 14336, 32_000, experts=RoutedExperts(8, 2, 14336)),
+    "mixtral_8x22b": Architecture(6144, 56, 48, 8, 128, 16384, 32_768, experts=RoutedExperts(8, 2, 16384)),
     "deepseek_v3_16b": Architecture(
         2048, 27, 16, 16, 128, 10944, 102_400,
-        experts=Experts(64, 6, 1408, shared_ffn_size=2816, num_dense_layers=1), latent=LatentAttention(0, 512, 64)
+        experts=RoutedExperts(64, 6, 1408, shared_ffn_size=2816, num_dense_layers=1), latent=LatentAttention(0, 512, 64)
     ),
     "deepseek_v3_671b": Architecture(
         7168, 61, 128, 128, 128, 18432, 129_280,
-        experts=Experts(256, 8, 2048, shared_ffn_size=2048, num_dense_layers=3), latent=LatentAttention(1536, 512, 64)
+        experts=RoutedExperts(256, 8, 2048, shared_ffn_size=2048, num_dense_layers=3),
+        latent=LatentAttention(1536, 512, 64),
     ),
 }
 # fmt: on

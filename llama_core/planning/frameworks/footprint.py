@@ -1,4 +1,4 @@
-"""The memory of one GPU in a published run: one model of sharded training, parametrised by a framework's traits.
+"""The memory of one GPU under another framework: one model of sharded training, parametrised by its traits.
 
 The peak is the maximum over a few moments, each of which is the peak of some configuration: the load of a checkpoint,
 the first gather of a forward, the loss, the backward of the last and of the first layer, the last reduction, and the
@@ -10,9 +10,9 @@ activations; Narayanan et al. 2021, arXiv:2104.04473, and Qi et al. 2023, arXiv:
 
 from collections.abc import Iterator
 
-from benchmarks.published.activations import Activations
-from benchmarks.published.job import Job
-from benchmarks.published.shares import Shares
+from llama_core.planning.frameworks.activations import Activations
+from llama_core.planning.frameworks.job import Job
+from llama_core.planning.frameworks.shares import Shares
 
 Moment = dict[str, float]
 """Bytes by category."""

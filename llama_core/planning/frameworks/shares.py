@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from benchmarks.published.job import Job
+from llama_core.planning.frameworks.job import Job
 
 _COMPUTE_BYTES = 2  # computation uses 16-bit weights and gradients
 

@@ -1,4 +1,4 @@
-"""The activations that the forward of one microbatch keeps on a rank of a published run, tensor by tensor.
+"""The activations that the forward of one microbatch keeps on a rank, tensor by tensor.
 
 Tensor-parallel ranks divide heads, feed-forward columns and the vocabulary. With sequence parallelism, they also divide
 norms and the residual stream; the input of a matrix is gathered. A matrix keeps its input only if its weight, or an
@@ -9,7 +9,7 @@ Source: Korthikanti et al. 2022, arXiv:2205.05198, for counting activations by s
 
 from functools import cached_property
 
-from benchmarks.published.job import Job, Recompute
+from llama_core.planning.frameworks.job import Job, Recompute
 
 _BF16 = 2
 _FP32 = 4
