@@ -1,47 +1,56 @@
 """Compare published training throughputs with the estimated time of a step, row by row.
 
-``python -m benchmarks.cost_ledger`` reads ``benchmarks/data/published_memory.csv``. Its rows give tokens per second, or
-an MFU from which they follow. Each row is mapped to a model, a plan and a device; a row that no plan expresses is
-listed with the reason. The tables go into ``docs/cost.md``.
+``python -m benchmarks.cost_ledger`` reads ``benchmarks/data/published_memory.csv`` and ``published_throughput.csv``.
+Their rows give tokens per second, or an MFU from which they follow. Each row is read as a job; a row that no plan
+expresses is listed with the reason. The efficiencies of each framework are fitted to its rows, and rows are predicted
+under those fitted without them. The tables go into ``docs/cost.md``.
 """
 
 import argparse
 import csv
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, geometric_mean, median
+from statistics import fmean, median
 
+from benchmarks.pages import rewrite
+from benchmarks.published.fitting import Measured, fit, left_out
+from benchmarks.published.rows import Reader, Row
 from llama_core.config.hardware import DeviceSpec, gpu_spec
-from llama_core.config.models import ModelSpec, model_spec
-from llama_core.config.settings import Precision, RecomputeMode
-from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.step_time import flops_per_token, step_time
-from llama_core.planning.work import Work
+from llama_core.errors import RequestError
+from llama_core.planning.frameworks.job import Job
+from llama_core.planning.frameworks.step import JobTime, time_of, work_of
+from llama_core.planning.frameworks.traits import Efficiencies
+from llama_core.planning.time.step_time import flops_per_token
+from llama_core.units import GB
 
-ROWS = Path(__file__).parent / "data" / "published_memory.csv"
+DATA = Path(__file__).parent / "data"
+ROWS = (DATA / "published_memory.csv", DATA / "published_throughput.csv")
 PAGE = Path(__file__).parents[1] / "docs" / "cost.md"
-TABLES = re.compile(r"(?<=<!-- ledger -->\n).*(?=<!-- end of ledger -->)", re.DOTALL)
 FAR = 0.15
 """Error above which a row counts as far off."""
 
-Row = Mapping[str, str]
-
-_MODELS = {
-    "llama2_7b": model_spec("llama2_7b"),
-    "llama3_8b": model_spec("llama3_8b"),
-    "llama3.1_8b": model_spec("llama3_8b"),
-    "llama3.1_70b": model_spec("llama3_70b"),
-    "llama3.1_405b": model_spec("llama3_405b"),
-    "llama3.2_3b": model_spec("llama3_2_3b"),
-    "qwen3_14b": ModelSpec("qwen3_14b", "llama3", 5120, 40, 40, 8, 128, 17_408, 151_936, 1e6, 1e-6, 40_960, 4096),
-    "qwen3_32b": ModelSpec("qwen3_32b", "llama3", 5120, 64, 64, 8, 128, 25_600, 151_936, 1e6, 1e-6, 40_960, 4096),
+_DEVICES = {
+    "H100 96GB": "h100_96gb",
+    "H100 80GB": "h100",
+    "H200": "h200",
+    "A100 80GB": "a100",
+    "B200": "b200",
+    "GB200": "gb200",
 }
-_DEVICES = {"H100 96GB": "h100_96gb", "H100 80GB": "h100", "H200": "h200", "A100 80GB": "a100", "B200": "b200"}
-_RECOMPUTE: Mapping[str, RecomputeMode] = {"none": "none", "full": "full", "selective": "selective"}
+_SPLIT_AMONG = 8
+"""Devices of a node, which share the link that a row gives."""
+_SAID = ("none", "selective", "full")
+"""What a row may say that was recomputed, at its beginning."""
+
+
+_CONFIGURATION = (
+    *("model", "gpus", "gpu_type", "tp", "pp", "cp", "vpp", "dp_shard", "dp_replicate", "zero_stage"),
+    *("seq_len", "micro_batch", "local_batch", "grad_accum", "ac_mode", "compile", "float8"),
+)
+"""Columns that rows of one configuration share."""
 
 
 class UnmappedError(Exception):
@@ -50,15 +59,20 @@ class UnmappedError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """A published throughput, and the model, plan and device that reached it."""
+    """A published throughput, and the job and the device that reached it."""
 
     row: Row
-    spec: ModelSpec
-    plan: ParallelPlan
+    job: Job
     device: DeviceSpec
-    seq_len: int
     published: float
     """Tokens per second and device."""
+    states_conditions: bool
+    """Whether the row states all that its figure depends on."""
+
+    @property
+    def name(self) -> str:
+        """The row's id."""
+        return self.row["id"]
 
     @property
     def framework(self) -> str:
@@ -66,22 +80,83 @@ class Case:
         return self.row["framework"].split()[0]
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> str:
         """The precision of the products; every framework's fp8 recipe counts as ours."""
-        return "bf16" if self.row["float8"] in {"none", ""} else "fp8"
+        return "fp8" if self.job.float8 else "bf16"
 
     @cached_property
-    def estimated(self) -> float:
-        """Tokens per second and device, estimated by this project."""
-        # they ran torch's flash kernel, which is that of documents: torch preferred it then
-        work = Work(self.spec, self.plan, self.seq_len, self.precision, documents="varlen")
-        step = step_time(work, self.device)
-        return step.tokens_per_second_per_device
+    def time(self) -> JobTime:
+        """The estimated time of its step."""
+        return time_of(self.job, self.device)
 
     @property
-    def error(self) -> float:
-        """Relative error: estimated over published throughput, minus 1."""
-        return self.estimated / self.published - 1
+    def measured(self) -> Measured:
+        """The row as a measurement that efficiencies are fitted to."""
+        return Measured(
+            name=self.name,
+            # rows of two versions of one software are one configuration
+            configuration=tuple(self.row.get(column) or "" for column in _CONFIGURATION),
+            source=(self.row["source"], self.row["location"]),
+            seconds=self._tokens / self.published,
+            time=self.time,
+        )
+
+    @property
+    def _tokens(self) -> float:
+        """Tokens of a step on one device."""
+        return self.job.global_batch * self.job.seq_len / self.job.world_size
+
+    def throughput(self, seconds: float) -> float:
+        """Return the tokens per second and device of a step that takes so long."""
+        return self._tokens / seconds
+
+    def error(self, seconds: float) -> float:
+        """Return the relative error of a step's estimated time: positive if it is estimated too slow."""
+        return seconds * self.published / self._tokens - 1
+
+
+@dataclass(frozen=True)
+class CostLedger:
+    """All rows that can be estimated, with the times of their steps in seconds, by row."""
+
+    cases: Sequence[Case]
+    own: Mapping[str, float]
+    """At this engine's rates."""
+    without_configuration: Mapping[str, float]
+    """Under efficiencies of its framework, fitted without the rows of the same configuration."""
+    without_source: Mapping[str, float]
+    """Under those fitted without the rows of the same source."""
+    fitted: Mapping[str, Efficiencies]
+    """By framework, those fitted to all of its rows."""
+
+    def mean_absolute(self, seconds: Mapping[str, float], cases: Sequence[Case] | None = None) -> float:
+        """Return the mean absolute error of estimated times, over some cases or all."""
+        return fmean(abs(case.error(seconds[case.name])) for case in cases or self.cases)
+
+
+def cost_ledger(cases: Sequence[Case]) -> CostLedger:
+    """Fit each framework, and predict each row under efficiencies that have not seen it.
+
+    A framework with rows of a single configuration keeps this engine's own efficiencies.
+    """
+    without_configuration: dict[str, float] = {}
+    without_source: dict[str, float] = {}
+    fitted = {}
+    for framework in dict.fromkeys(case.framework for case in cases):
+        rows = [case.measured for case in cases if case.framework == framework]
+        configurations = {row.configuration for row in rows}
+        fitted[framework] = fit(rows) if len(configurations) > 1 else Efficiencies()
+        without_configuration |= left_out(rows, lambda row: row.configuration)
+        without_source |= left_out(rows, lambda row: row.source)
+    own = {case.name: case.time.own.total for case in cases}
+    return CostLedger(cases, own, without_configuration, without_source, fitted)
+
+
+def read_rows(paths: Iterable[Path] = ROWS) -> Iterator[Row]:
+    """Yield the rows of some files; a column that a file lacks is empty."""
+    for path in paths:
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from csv.DictReader(file)
 
 
 def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[tuple[Row, str]]]:
@@ -89,10 +164,10 @@ def read_cases(rows: Iterable[Row]) -> tuple[list[Case], list[tuple[Row, str]]]:
     mapped = []
     unmapped = []
     for row in rows:
-        if row["tokens_s_gpu"] or row["mfu_pct"]:
+        if row.get("tokens_s_gpu") or row.get("mfu_pct"):
             try:
                 mapped.append(read_case(row))
-            except UnmappedError as error:
+            except (UnmappedError, RequestError) as error:
                 unmapped.append((row, str(error)))
     return mapped, unmapped
 
@@ -101,139 +176,118 @@ def read_case(row: Row) -> Case:
     """Return one row as a case.
 
     Raises:
-        UnmappedError: if no plan expresses the row, with the reason.
+        UnmappedError: if the row leaves open what no default tells, with the reason.
+        RequestError: if no plan expresses it.
     """
-    if row["method"] in {"LoRA", "QLoRA"}:
+    reader = Reader(row)
+    if reader.text("method") in {"LoRA", "QLoRA"}:
         raise UnmappedError("LoRA: the ledger does not map adapters")
-    if int(row["pp"] or 1) > 1 and not row["grad_accum"]:
+    if (reader.count("pp") or 1) > 1 and not reader.text("grad_accum"):
         raise UnmappedError("the number of microbatches is not printed")
-    spec = _model(row)
-    seq_len = int(row["seq_len"])
-    plan = _plan(row, spec)
-    device = _device(row)
-    published = float(row["tokens_s_gpu"] or 0)
-    if not published:
-        published = float(row["mfu_pct"]) / 100 * device.bf16_flops / flops_per_token(spec, seq_len)
-    return Case(row, spec, plan, device, seq_len, published)
-
-
-def _model(row: Row) -> ModelSpec:
-    if row["model"] in _MODELS:
-        return _MODELS[row["model"]]
-    sizes = re.match(r"L(\d+) h(\d+) H(\d+) ffn(\d+) (tied|untied).* vocab (\d+)", row["extra"])
-    if sizes is None:
-        raise UnmappedError("the sizes of the model are not printed, or it is a mixture of experts")
-    layers, hidden, heads, ffn, vocab = (int(sizes[place]) for place in (1, 2, 3, 4, 6))
-    head_dim = hidden // heads
-    tied = sizes[5] == "tied"
-    dims = (hidden, layers, heads, heads, head_dim, ffn, vocab)
-    return ModelSpec(row["model"], "llama3", *dims, 1e4, 1e-5, 4096, 4096, tied_embeddings=tied)
-
-
-def _device(row: Row) -> DeviceSpec:
-    names = [name for fragment, name in _DEVICES.items() if row["gpu_type"].startswith(fragment)]
-    if not names:
-        raise UnmappedError(f"{row['gpu_type']} is not in the hardware table")
-    return gpu_spec(names[0])
-
-
-def _plan(row: Row, spec: ModelSpec) -> ParallelPlan:
-    recompute, recomputed_layers = _recompute(row, spec)
-    tp, pp, cp = (int(row[axis] or 1) for axis in ("tp", "pp", "cp"))
-    copies = int(row["dp_replicate"] or 1)
-    shards = int(row["dp_shard"] or 0) or int(row["gpus"]) // (tp * pp * cp * copies)  # torchtitan's default: the rest
-    zero_stage = int(row["zero_stage"] or 0)
-    if zero_stage < 3:  # nanotron shards the optimizer over its replicas
-        shards, copies = (shards * copies, 1) if zero_stage else (1, shards * copies)
-    microbatch_size = int(row["micro_batch"] or row["local_batch"])
-    num_microbatches = int(row["grad_accum"] or 1)
-    return ParallelPlan(
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        dp_shard=shards,
-        dp_replicate=copies,
-        zero_stage=zero_stage,
-        microbatch_size=microbatch_size,
-        num_microbatches=num_microbatches,
-        recompute=recompute,
-        recomputed_layers=recomputed_layers,
-        compile=_is_fused(row),
-    )
-
-
-def _recompute(row: Row, spec: ModelSpec) -> tuple[RecomputeMode, tuple[int, ...] | None]:
-    """Return the mode of recomputation, and the number of recomputed layers if not all were."""
-    if row["ac_mode"] == "selective layer(2)":
-        return "full", (spec.num_layers // 2,)
-    word = re.split(r"[ (]", row["ac_mode"])[0]
-    if word not in _RECOMPUTE:
+    if reader.text("vpp") == "unknown":
+        raise UnmappedError("the number of stages on a rank is not printed")
+    if not reader.text("ac_mode").startswith(_SAID):
         raise UnmappedError("what was recomputed is not printed")
-    return _RECOMPUTE[word], None
+    job = next(reader.jobs())
+    device = _device(reader)
+    published = reader.number("tokens_s_gpu")
+    if not published:
+        utilisation = (reader.number("mfu_pct") or 0) / 100
+        published = utilisation * device.bf16_flops / flops_per_token(work_of(job).spec, job.seq_len)
+    return Case(row, job, device, published, reader.states_conditions())
 
 
-def _is_fused(row: Row) -> bool:
-    """Return whether norms, rotary embedding and activation ran in fused kernels: compiled, or nanotron's own."""
-    return row["compile"] in {"yes", "aot_fx_trace"} or row["framework"].startswith("nanotron")
+def _device(reader: Reader) -> DeviceSpec:
+    gpu_type = reader.text("gpu_type")
+    names = [name for fragment, name in _DEVICES.items() if gpu_type.startswith(fragment)]
+    if not names:
+        raise UnmappedError(f"{gpu_type} is not in the hardware table")
+    device = gpu_spec(names[0])
+    link = reader.number("network_gbit")  # of a node
+    if link is None:
+        return device
+    return replace(device, network_bandwidth=link / 8 * GB / _SPLIT_AMONG)
 
 
-def tables(mapped: Sequence[Case], unmapped: Sequence[tuple[Row, str]]) -> str:
-    """Return the ledger as Markdown: errors by framework, every row, and the rows left out."""
-    lines = ["", *_summary(mapped), "", *_rows(mapped), "", "Left out:", ""]
+def tables(ledger: CostLedger, unmapped: Sequence[tuple[Row, str]]) -> str:
+    """Return the ledger as Markdown: errors by framework, what was fitted, every row, and the rows left out."""
+    lines = [*_summary(ledger), "", *_efficiencies(ledger), "", *_rows(ledger), "", "Left out:", ""]
     reasons: dict[str, list[str]] = {}
     for row, reason in unmapped:
         reasons.setdefault(reason, []).append(row["id"])
     lines += [f"* {', '.join(ids)}: {reason}." for reason, ids in reasons.items()]
-    return "\n".join([*lines, "", ""])
+    return "\n".join(lines)
 
 
-def _summary(mapped: Sequence[Case]) -> Iterator[str]:
-    yield f"| rows | number | mean absolute error | bias | median | off by more than {FAR:.0%} | with a fitted factor |"
-    yield "|---|---|---|---|---|---|---|"
-    groups = {"tokens per second printed": [case for case in mapped if case.row["tokens_s_gpu"]], "all": mapped}
-    for framework in dict.fromkeys(case.framework for case in mapped):
-        groups[framework] = [case for case in mapped if case.framework == framework]
-    groups["fp8"] = [case for case in mapped if case.precision == "fp8"]
-    for name, group in groups.items():
-        errors = [case.error for case in group]
+def _groups(cases: Sequence[Case]) -> Mapping[str, list[Case]]:
+    """Return the groups of rows that the page shows: all, by what they state, by framework, and by its devices."""
+    groups = {"conditions stated": [case for case in cases if case.states_conditions], "all": list(cases)}
+    for framework in dict.fromkeys(case.framework for case in cases):
+        own = [case for case in cases if case.framework == framework]
+        groups[framework] = own
+        devices = list(dict.fromkeys(case.device.name for case in own))
+        if len(devices) > 1:
+            for device in devices:
+                groups[f"{framework}, {device}"] = [case for case in own if case.device.name == device]
+    groups["fp8"] = [case for case in cases if case.precision == "fp8"]
+    return groups
+
+
+def _summary(ledger: CostLedger) -> Iterator[str]:
+    yield (
+        "| rows | number | error at our rates | without its configuration | without its source | bias | median "
+        f"| off by more than {FAR:.0%} |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    predicted = ledger.without_configuration
+    for name, group in _groups(ledger.cases).items():
+        errors = [case.error(predicted[case.name]) for case in group]
         sizes = [abs(error) for error in errors]
         far = sum(size > FAR for size in sizes)
-        others = [case for case in mapped if case not in group]
-        fitted = f"{_fitted_error(group, others):.1%}" if others and name != "tokens per second printed" else ""
+        of_fits = (ledger.own, predicted, ledger.without_source)
+        means = " | ".join(f"{ledger.mean_absolute(seconds, group):.1%}" for seconds in of_fits)
+        yield f"| {name} | {len(group)} | {means} | {fmean(errors):+.1%} | {median(sizes):.1%} | {far} |"
+
+
+def _efficiencies(ledger: CostLedger) -> Iterator[str]:
+    yield "| framework | rows | configurations | sources | products | tensor parallelism | seconds per step |"
+    yield "|---|---|---|---|---|---|---|"
+    for framework, found in ledger.fitted.items():
+        rows = [case.measured for case in ledger.cases if case.framework == framework]
+        configurations = len({row.configuration for row in rows})
+        sources = len({row.source for row in rows})
         yield (
-            f"| {name} | {len(group)} | {fmean(sizes):.1%} | {fmean(errors):+.1%} | {median(sizes):.1%} | {far} "
-            f"| {fitted} |"
+            f"| {framework} | {len(rows)} | {configurations} | {sources} | {found.products:.2f} "
+            f"| {found.tensor_parallel:.2f} | {found.step_seconds:.3f} |"
         )
 
 
-def _fitted_error(group: Sequence[Case], others: Sequence[Case]) -> float:
-    """Return the mean absolute error of ``group`` with estimates scaled by one factor, fitted on ``others``."""
-    factor = geometric_mean([case.published / case.estimated for case in others])
-    return fmean(abs(case.estimated * factor / case.published - 1) for case in group)
-
-
-def _rows(mapped: Sequence[Case]) -> Iterator[str]:
-    yield "| row | framework | model | device | plan | sequence | published | estimated | error |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for case in sorted(mapped, key=lambda case: abs(case.error), reverse=True):
-        plan = case.plan.summary().replace(" sequences per step and rank", "")
-        kernels = ("fused" if case.plan.compile else "eager") + (", fp8" if case.precision == "fp8" else "")
+def _rows(ledger: CostLedger) -> Iterator[str]:
+    yield "| row | framework | model | device | plan | sequence | published | predicted | error | at our rates |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    predicted = ledger.without_configuration
+    for case in sorted(ledger.cases, key=lambda case: abs(case.error(predicted[case.name])), reverse=True):
+        summary = work_of(case.job).plan.summary().replace(" sequences per step and rank", "")
+        fused = case.job.compiles or case.job.framework.fused_kernels
+        kernels = ("fused" if fused else "eager") + (", fp8" if case.job.float8 else "")
+        seconds = predicted[case.name]
         yield (
-            f"| {case.row['id']} | {case.framework} | {case.row['model']} | {case.device.name} | {plan}, {kernels} "
-            f"| {case.seq_len} | {case.published:.0f} | {case.estimated:.0f} | {case.error:+.0%} |"
+            f"| {case.name} | {case.framework} | {case.row['model']} | {case.device.name} | {summary}, {kernels} "
+            f"| {case.job.seq_len} | {case.published:.0f} | {case.throughput(seconds):.0f} "
+            f"| {case.error(seconds):+.0%} | {case.error(ledger.own[case.name]):+.0%} |"
         )
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write the ledger into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, default=ROWS, help="published rows")
+    parser.add_argument("--csv", type=Path, nargs="+", default=ROWS, help="published rows")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page whose tables are replaced")
     options = parser.parse_args(arguments)
-    with options.csv.open(newline="", encoding="utf-8") as file:
-        text = tables(*read_cases(csv.DictReader(file)))
-    options.page.write_text(TABLES.sub(lambda _: text, options.page.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(text)
+    mapped, unmapped = read_cases(read_rows(options.csv))
+    text = tables(cost_ledger(mapped), unmapped)
+    rewrite(options.page, "ledger", text)
+    sys.stdout.write(text + "\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -100,6 +100,28 @@ class Ledger:
         """Return the error over all compared rows, or None if there are none."""
         return _summary(self.compared)
 
+    def stating_conditions(self) -> Summary | None:
+        """Return the error over the compared rows that state all that their figure depends on, or None."""
+        return _summary([entry for entry in self.compared if entry.prediction and entry.prediction.states_conditions])
+
+    def without_own_slack(self) -> "Ledger":
+        """Return the ledger with the slack of every reserved row fitted without the rows of its configuration.
+
+        The slack makes the mean error of reserved rows zero; it is the only number that is fitted.
+        """
+        reserved = [entry for entry in self.compared if entry.prediction and entry.prediction.statistic == "reserved"]
+        entries = []
+        for entry in self.entries:
+            if entry not in reserved:
+                entries.append(entry)
+                continue
+            others = [other.error or 0 for other in reserved if _configuration(other) != _configuration(entry)]
+            factor = 1 / (1 + sum(others) / len(others))
+            assert entry.prediction is not None
+            prediction = replace(entry.prediction, gib=entry.prediction.gib * factor)
+            entries.append(Entry(entry.row, prediction))
+        return Ledger(tuple(entries))
+
     def by_framework(self) -> Mapping[str, Summary]:
         """Return the error of each framework's rows."""
         return self._by(lambda entry: (entry.row.get("framework") or "").split(" ")[0])
@@ -129,10 +151,14 @@ class Ledger:
         """Yield groups of rows with the same configuration but different figures."""
         groups = defaultdict(list)
         for entry in self.entries:
-            groups[tuple(entry.row.get(column) or "" for column in _SAME)].append(entry)
+            groups[_configuration(entry)].append(entry)
         for entries in groups.values():
             if len({entry.measured for entry in entries if entry.measured}) > 1:
                 yield entries
+
+
+def _configuration(entry: Entry) -> tuple[str, ...]:
+    return tuple(entry.row.get(column) or "" for column in _SAME)
 
 
 def ledger(rows: Iterable[Row]) -> Ledger:

@@ -25,6 +25,8 @@ class Prediction:
     """GiB of tensors by category at the fullest moment; pools and slack come on top."""
     assumptions: tuple[str, ...]
     """The values assumed for empty or unclear cells."""
+    states_conditions: bool
+    """Whether the row states all that its figure depends on."""
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -66,6 +68,7 @@ def predict(row: Row) -> Prediction:
         statistic=statistic,
         breakdown={category: num_bytes / GIB for category, num_bytes in peak.breakdown.items() if num_bytes},
         assumptions=tuple(reader.assumptions),
+        states_conditions=reader.states_conditions(),
     )
 
 

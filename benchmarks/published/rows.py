@@ -19,6 +19,11 @@ Row = Mapping[str, str]
 _UNSAID = {"", "n/a", "na", "unknown", "unspecified", "default"}
 _LEVERS = ("packed", "compile", "chunked", "activation checkpointing", "optimizer in bwd", "activation offload", "8bit")
 """Memory levers in the order of torchtune's README, in a table whose rows each add one to the row before."""
+_CONDITIONS = ("gpu_type", "ac_mode", "vpp", "extra")
+"""Columns in which a row says what it leaves open."""
+_UNCERTAIN = ("presumed", "unspecified", "unknown", "-class")
+_REMAINDER_BYTES = 2.0
+"""A bf16 weight and the other half of its fp32 master, as TransformerEngine's precision-aware optimizer keeps it."""
 _EIGHT_BIT_MOMENTS = 2.0
 _BF16_MOMENTS = 4.0
 _FP32_MOMENTS = 8.0
@@ -66,6 +71,15 @@ class Reader:
             return float(self.text(column))
         except ValueError:
             return None
+
+    def states_conditions(self) -> bool:
+        """Return whether the row states what its figure depends on; to be asked once it has been read.
+
+        A condition is not stated if it was assumed here, or if its cell says that it was presumed when the row was
+        written, or names a class of devices.
+        """
+        cells = " ".join(self.text(column) for column in _CONDITIONS).lower()
+        return not self.assumptions and not any(word in cells for word in _UNCERTAIN)
 
     def _assume(self, what: str) -> None:
         self.assumptions.append(what)
@@ -144,6 +158,7 @@ class Reader:
             reshards=self._reshards(degrees["pp"]),
             compiles=compiles,
             float8=self.text("float8").lower() not in _UNSAID | {"none", "no"},
+            offloads_states="cpu offload" in self.extra and self.traits.sharding == "fully_shard",
         )
         return replace(job, adapter_parameters=self._adapter_parameters(job)) if finetunes else job
 
@@ -163,7 +178,20 @@ class Reader:
             traits = replace(traits, loss=CROSS_ENTROPY)
         elif "chunked" in self.text("extra").lower() and traits.name.startswith("torchtitan"):
             traits = replace(traits, loss=replace(traits.loss, num_pieces=8))
+        if traits.sharding == "optimizer":
+            traits = self._conditions_of_optimizer(traits)
         return compiled(traits) if compiles else traits
+
+    def _conditions_of_optimizer(self, traits: Framework) -> Framework:
+        """Return the traits of a framework with masters of its weights, under the conditions that the row states."""
+        said = f"{self.extra} {self.text('opt_state_dtype')}".lower().replace("_", "-")
+        if "precision-aware" in said:
+            traits = replace(traits, master_bytes=_REMAINDER_BYTES)
+        if "bf16 main grads" in said or "grad-reduce-in-bf16" in said:
+            traits = replace(traits, gradient_bytes=2)
+        if "optimizer-cpu-offload" in said or "optimizer offload" in said:
+            traits = replace(traits, master_bytes=0)
+        return traits
 
     def _architecture(self) -> Architecture:
         billions = self.number("n_params_b")
@@ -268,7 +296,7 @@ class Reader:
     def _moment_bytes(self, degrees: Mapping[str, int]) -> float:
         kept = f"{self.text('optimizer')} {self.text('opt_state_dtype')} {self.text('extra')}".lower()
         pages = "paged" in kept or (self._is_low_memory_recipe(degrees) and not self.text("optimizer"))
-        if pages or "sgd" in kept:
+        if pages or "sgd" in kept or "optimizer-cpu-offload" in kept.replace("_", "-") or "optimizer offload" in kept:
             return 0
         if "8bit" in kept or "8-bit" in kept:
             return _EIGHT_BIT_MOMENTS

@@ -66,7 +66,7 @@ def moments(job: Job, pp_rank: int) -> Iterator[Moment]:
         "gradients": complete,
         "gathered": root,
     }
-    step = shares.state(job.framework.foreach_bytes, is_sharded=True)
+    step = 0.0 if job.offloads_states else shares.state(job.framework.foreach_bytes, is_sharded=True)
     yield states | {"gradients": complete, "temporaries": step}
 
 

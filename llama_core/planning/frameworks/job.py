@@ -1,4 +1,4 @@
-"""A training job of some framework: all that affects its memory."""
+"""A training job of some framework: all that affects its memory and the time of its step."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ Schedule = Literal["gpipe", "1f1b", "v"]
 
 @dataclass(frozen=True)
 class Job:
-    """One training job: all that affects its memory."""
+    """One training job: all that affects its memory and the time of its step."""
 
     architecture: Architecture
     framework: Framework
@@ -47,5 +47,17 @@ class Job:
     """Whether a gradient is used and freed as soon as it is complete."""
     reshards: bool = True
     """Whether gathered weights are freed after a layer's forward."""
+    offloads_states: bool = False
+    """Whether weights, gradients and moments are in host memory between their uses."""
     compiles: bool = False
     float8: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the job."""
+        return self.tp * self.pp * self.cp * self.dp_shard * self.dp_replicate
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of an optimizer step."""
+        return self.micro_batch * self.num_microbatches * self.dp_shard * self.dp_replicate

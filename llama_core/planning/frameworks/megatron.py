@@ -1,6 +1,6 @@
 """Megatron-LM and what is built on its core: the traits of its runs, facts from its source code."""
 
-from llama_core.planning.frameworks.traits import Framework, Loss
+from llama_core.planning.frameworks.traits import Efficiencies, Framework, Loss
 
 MEGATRON = Framework(
     name="megatron",
@@ -19,4 +19,13 @@ MEGATRON = Framework(
     loss=Loss(eager=6, sharded=6, compiled=6),
     num_gpus=64,  # eight nodes, as in its release tests
     accumulates=True,
+    fused_kernels=True,
+    attention="cudnn",  # that of TransformerEngine on Hopper and Blackwell
+    efficiencies=Efficiencies(
+        products=1.03,
+        tensor_parallel=0.21,
+        step_seconds=0.002,
+        num_rows=23,
+        left_out_error=0.066,
+    ),
 )

@@ -1,6 +1,6 @@
 """nanotron: the traits of its runs, facts from its source code."""
 
-from llama_core.planning.frameworks.traits import Framework, Loss
+from llama_core.planning.frameworks.traits import Efficiencies, Framework, Loss
 
 NANOTRON = Framework(
     name="nanotron",
@@ -17,4 +17,12 @@ NANOTRON = Framework(
     loss=Loss(eager=8, sharded=8, compiled=8),
     balances_cost=True,
     accumulates=True,
+    fused_kernels=True,
+    efficiencies=Efficiencies(
+        products=1.27,
+        tensor_parallel=0.71,
+        step_seconds=0.142,
+        num_rows=9,
+        left_out_error=0.282,
+    ),
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from llama_core.errors import ConfigError, did_you_mean
 from llama_core.planning.frameworks.deepspeed import DEEPSPEED
+from llama_core.planning.frameworks.fms_fsdp import FMS_FSDP
 from llama_core.planning.frameworks.fsdp2 import FSDP2
 from llama_core.planning.frameworks.litgpt import LITGPT
 from llama_core.planning.frameworks.megatron import MEGATRON
@@ -12,7 +13,7 @@ from llama_core.planning.frameworks.torchtitan import TORCHTITAN
 from llama_core.planning.frameworks.torchtune import TORCHTUNE
 from llama_core.planning.frameworks.traits import Framework
 
-FRAMEWORKS = (FSDP2, *TORCHTITAN, MEGATRON, NANOTRON, LITGPT, *TORCHTUNE, DEEPSPEED)
+FRAMEWORKS = (FSDP2, *TORCHTITAN, MEGATRON, NANOTRON, LITGPT, *TORCHTUNE, FMS_FSDP, DEEPSPEED)
 """All entries; those of one framework in chronological order."""
 
 _EXPERIMENTS = {"simplefsdp": "simple_fsdp", "compiler_toolkit": "compiler_toolkit", "graph_trainer": "graph_trainer"}

@@ -24,7 +24,8 @@ class Shares:
         self.is_last = pp_rank == job.pp - 1
         self.num_shards = job.dp_shard * job.cp
         self.num_expert_shards = max(1, self.num_shards * job.tp // (job.ep if job.ep > 1 else job.tp))
-        self.gathers = job.zero_stage >= 3 and (self.num_shards > 1 or job.weight_bytes > _COMPUTE_BYTES)
+        keeps_others = self.num_shards > 1 or job.weight_bytes > _COMPUTE_BYTES or job.offloads_states
+        self.gathers = job.zero_stage >= 3 and keeps_others
         """Whether computation uses copies of the stored weights: gathered from shards, or at least cast."""
 
     @cached_property
@@ -72,6 +73,8 @@ class Shares:
     def weights(self) -> float:
         """Weights between steps."""
         job = self.job
+        if job.offloads_states:
+            return 0
         matrix_bytes = self.traits.quantised_bytes if job.quantised else job.weight_bytes
         head_bytes = matrix_bytes if self.traits.quantises_head else job.weight_bytes
         tables = self.table * (job.weight_bytes * (self.num_tables - 1) + head_bytes) if self.num_tables else 0
@@ -90,6 +93,8 @@ class Shares:
     @cached_property
     def moments(self) -> float:
         """Moments of the optimizer, and its own copy of the weights."""
+        if self.job.offloads_states:
+            return 0
         each = self.job.moment_bytes + self.traits.master_bytes
         return self.state(each, is_sharded=self.job.zero_stage >= 1)
 
@@ -98,7 +103,7 @@ class Shares:
         """All gradients after the last backward."""
         job = self.job
         traits = self.traits
-        if job.steps_in_backward:
+        if job.steps_in_backward or job.offloads_states:
             return 0
         complete = self.state(traits.gradient_bytes, is_sharded=job.zero_stage >= 2)
         if job.dp_replicate * self.num_shards > 1:

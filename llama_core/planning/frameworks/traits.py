@@ -1,4 +1,4 @@
-"""The traits of a training framework that determine the memory of its runs, as data.
+"""The traits of a training framework that determine the memory and the time of its runs, as data.
 
 The fields default to PyTorch's own behaviour: ``fully_shard``, unfused ``nn`` modules, AdamW.
 """
@@ -37,6 +37,25 @@ class Adapters:
     """Whether the matrices of the feed-forward have one."""
     drops_out: bool = False
     """Whether dropout precedes each adapter; it keeps its output and its mask."""
+
+
+@dataclass(frozen=True)
+class Efficiencies:
+    """How long the parts of a framework's step take, beside this engine's on the same devices.
+
+    They are fitted to published throughputs by ``benchmarks/published/fitting.py``: docs/cost.md.
+    """
+
+    products: float = 1.0
+    """Time of matrix products, as a multiple of this engine's."""
+    tensor_parallel: float = 1.0
+    """Time that tensor parallelism adds, as a multiple of this engine's, which overlaps none of it."""
+    step_seconds: float = 0.0
+    """Seconds of every step, whatever its size."""
+    num_rows: int = 0
+    """Published rows that they are fitted to."""
+    left_out_error: float = 0.0
+    """Mean absolute error of these rows, each predicted without the rows of its configuration."""
 
 
 @dataclass(frozen=True)
@@ -111,3 +130,10 @@ class Framework:
     quantised_bytes: float = 0.5625
     """Bytes per parameter of a matrix in NF4: half a byte, plus a scale for each block of 64."""
     quantises_head: bool = False
+
+    # time
+    fused_kernels: bool = False
+    """Whether norm, rotation and activation are kernels of their own, even if nothing is compiled."""
+    attention: Literal["flash", "cudnn"] = "flash"
+    """Whose kernel computes a causal row."""
+    efficiencies: Efficiencies = Efficiencies()

@@ -26,7 +26,7 @@ from llama_core.units import GB
 
 Passing = Mapping[Stage, Pass]
 """The time of a forward and of its backward on every kind of stage."""
-Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer", "preparation"]
+Part = Literal["compute", "bubble", "tp", "cp", "ep", "dp", "pp", "optimizer", "preparation", "host"]
 
 CONTENTION = 0.19
 """Share of overlapped communication that still costs time: it takes processors and memory bandwidth from computing.
