@@ -6,6 +6,7 @@ from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import SAMPLE
 from llama_core.errors import DoesNotFitError
+from training_infra.commands import other_frameworks
 from training_infra.commands.command import TOKENS, Argument, Command
 from training_infra.commands.configuration import requested_config
 from training_infra.flags import FLAGS
@@ -47,6 +48,8 @@ MODELS = Command(
 
 
 def _estimate_memory(options: argparse.Namespace) -> int:
+    if other_frameworks.is_asked_for(options):
+        return other_frameworks.estimate_as(options)
     from llama_core.chain.downloads import DOCUMENTS, resolve
     from llama_core.chain.planned import plan_for_gpu
     from llama_core.data.check import check_data
@@ -92,8 +95,9 @@ ESTIMATE_MEMORY = Command(
         "--model llama3_8b --gpus 8",
         "--model llama3_70b --gpus 64 --gpu-type h200 --microbatches 8 --activation-checkpointing",
         "--model llama3_70b --strategy lora --gpus 8 --gpu-type a100_80gb --tokens 1B --price 2.10",
+        "--from-torchtitan ~/llama3_8b.toml --gpus 64",
     ),
-    arguments=(TOKENS,),
+    arguments=(TOKENS, *other_frameworks.ARGUMENTS),
     flags=FLAGS,
 )
 
