@@ -76,10 +76,17 @@ class StepRecord:
     """Some of these in words, as the console shows them."""
     eval_shown: str = ""
     """The same of the held-out rows, whose names begin with ``eval_``; empty if not measured."""
+    memory_baseline_bytes: int = 0
+    """Memory alive before the model was built, which ``memory_allocated_bytes`` and ``memory_peak_bytes`` contain."""
 
     def __post_init__(self) -> None:
         if taken := sorted(set(self.measured) & _FIELDS_OF_STEPS):
             raise ValueError(f"a metric cannot be called {taken[0]}: the record of a step has that already")
+
+    @property
+    def memory_added_bytes(self) -> int:
+        """Most memory alive so far beyond that before the model was built, which the estimate predicts."""
+        return self.memory_peak_bytes - self.memory_baseline_bytes
 
     @property
     def held_out(self) -> str:

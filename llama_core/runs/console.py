@@ -189,7 +189,9 @@ def _time_left(before: StepRecord | None, record: StepRecord) -> str:
 
 
 def describe_step(record: StepRecord, evaluated: StepRecord | None = None, *, with_held_out: bool = True) -> str:
-    """Return a step's number, loss, speed and memory in one line, with what the run shows of its metrics.
+    """Return a step's number, loss, speed and peak memory in one line, with what the run shows of its metrics.
+
+    The peak is that so far, without what was alive before the model was built, as the estimate and the summary have it.
 
     Args:
         record: the step.
@@ -204,5 +206,5 @@ def describe_step(record: StepRecord, evaluated: StepRecord | None = None, *, wi
         when = "" if evaluated.step == record.step else f" after step {evaluated.step}"
         parts.append(f"{evaluated.held_out}{when}")
     parts.append(f"{record.tokens_per_second:,.0f} tokens/s")
-    parts.append(format_bytes(record.memory_allocated_bytes))
+    parts.append(f"peak {format_bytes(record.memory_added_bytes)}")
     return "  ".join(parts)

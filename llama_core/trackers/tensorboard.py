@@ -87,5 +87,11 @@ def _where(run: RunDirectory, settings: TensorBoardSettings | None) -> str:
 
 
 TENSORBOARD = TrackerType(
-    NAME, "TensorBoard", settings=TensorBoardSettings, open=_open, where=_where, package="tensorboard"
+    NAME,
+    "TensorBoard",
+    settings=TensorBoardSettings,
+    open=_open,
+    where=_where,
+    package="tensorboard",
+    imports=("tensorboard.compat.proto.event_pb2", "tensorboard.summary.writer.record_writer"),
 )

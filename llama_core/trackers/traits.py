@@ -74,6 +74,8 @@ class TrackerType(Generic[Settings]):
     does not use it any more."""
     package: str = ""
     """The package that it needs; empty if it needs none."""
+    imports: tuple[str, ...] = ()
+    """The modules that it imports when it is opened; they are then imported before the run's memory is measured."""
     problems: Callable[[Settings], Iterable[str]] = lambda _: ()
     """Returns what it lacks on this machine, such as a key, one line each with the remedy. It is called before a job is
     submitted."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from importlib import import_module
 from typing import Protocol, Self
 
 from llama_core.config.run import RunConfig
@@ -154,6 +155,20 @@ class MetricsSinks:
                 stack.callback(sink.close)
 
 
+def import_what_records_need(config: RunConfig) -> None:
+    """Import what the first records of a run would import, before its model is built.
+
+    Otherwise their modules' objects, some 14 MiB, would be measured as memory that training takes.
+    """
+    import pyarrow.parquet
+
+    pyarrow.Table.from_pylist([{"step": 1}])  # makes pyarrow look for pandas
+    for asked in config.tracking.asked_trackers():
+        for name in asked.kind.imports:
+            with suppress(ImportError):  # opening the tracker says so
+                import_module(name)
+
+
 def print_record(record: StepRecord) -> None:
     """Print the record as one line of the rank's log."""
     with suppress(OSError):  # a full disk ends a run where it loses something; the metrics have all of this
@@ -161,14 +176,15 @@ def print_record(record: StepRecord) -> None:
 
 
 def format_record(record: StepRecord) -> str:
-    """Return the record as one line of text."""
+    """Return the record as one line of text; its memory is without what was alive before the model was built."""
+    alive = record.memory_allocated_bytes - record.memory_baseline_bytes
     parts = [
         f"step {record.step}/{record.total_steps}",
         f"loss {record.loss:.4f}",
         f"grad norm {record.grad_norm:.3f}",
         f"lr {record.learning_rate:.2e}",
         f"{record.tokens_per_second:,.0f} tokens/s",
-        f"memory {format_bytes(record.memory_allocated_bytes)} (peak {format_bytes(record.memory_peak_bytes)})",
+        f"memory {format_bytes(alive)} (peak {format_bytes(record.memory_added_bytes)})",
     ]
     if record.shown:
         parts.insert(2, record.shown)
@@ -184,7 +200,7 @@ def format_record(record: StepRecord) -> str:
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
-    ignored = {"step", "total_steps", "time", "eval_losses", "measured", "shown", "eval_shown"}
+    ignored = {"step", "total_steps", "time", "eval_losses", "measured", "shown", "eval_shown", "memory_baseline_bytes"}
     values = {name: value for name, value in asdict(record).items() if name not in ignored}
     named = {f"{NAMED_LOSS}{name}": loss for name, loss in record.eval_losses.items()}
     all_values = {**values, **record.measured, **named}

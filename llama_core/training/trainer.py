@@ -37,7 +37,7 @@ from llama_core.training.flash import activate_flash_attention
 from llama_core.training.initial_weights import InitialWeights
 from llama_core.training.inputs import StepInputs
 from llama_core.training.measure import FlopsUtilisation, MemoryMeter, StepClock
-from llama_core.training.metrics import print_record
+from llama_core.training.metrics import import_what_records_need, print_record
 from llama_core.training.optimizer import LossScale
 from llama_core.training.parts.activity import ActivityLog
 from llama_core.training.parts.bad_steps import BadSteps, StepCheck
@@ -133,6 +133,8 @@ class Trainer:
         self.stop = StopRequest(should_stop, self.progress, self.reports)
         self._report_seconds = self.reports.declare(SLOWEST_SECONDS, "max", recorded=False)
 
+        if is_first_rank():
+            import_what_records_need(config)
         self.meter = MemoryMeter(self.device)
         self.memory_baseline_bytes = self.meter.allocated()
         self.memory_process_bytes = self.meter.resident()
@@ -191,6 +193,7 @@ class Trainer:
             utilisation=self.utilisation,
             reports=self.reports,
             on_step=on_step,
+            memory_baseline_bytes=self.memory_baseline_bytes,
         )
         self.bad_steps = BadSteps(
             run,

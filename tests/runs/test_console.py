@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from step_record import record
+from step_record import record, training_summary
 
 from llama_core.objectives.preferences import DPO
 from llama_core.records.directory import RunDirectory
 from llama_core.runs.console import describe_step, say, watch
 from llama_core.training.metrics import ParquetSink, format_record
 from llama_core.training.reports import in_words
+from llama_core.units import MIB
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -156,3 +157,9 @@ def test_a_terminal_counts_the_seconds_down():
     os.close(ours)
     assert "waiting for the end of step 7" in told
     assert "297 s left" in told
+
+
+def test_a_step_and_the_summary_name_the_same_peak_without_what_was_alive_before_the_model():
+    memory = {"memory_peak_bytes": 5 * MIB, "memory_baseline_bytes": 3 * MIB}
+    assert describe_step(record(1, **memory)).endswith("peak 2.00 MiB")
+    assert training_summary(**memory).summary().endswith("peak 2.00 MiB")

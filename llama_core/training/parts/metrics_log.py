@@ -27,6 +27,7 @@ class MetricsLog(LoopPart):
         utilisation: computes the MFU.
         reports: what parts of the loop report of a step; one may be declared until the first step.
         on_step: called with every record on the first rank, after the sinks.
+        memory_baseline_bytes: memory alive before the model was built.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class MetricsLog(LoopPart):
         utilisation: FlopsUtilisation,
         reports: Reports,
         on_step: Callable[[StepRecord], None],
+        memory_baseline_bytes: int,
     ) -> None:
         self._run = run
         self._config = config
@@ -45,6 +47,7 @@ class MetricsLog(LoopPart):
         self._utilisation = utilisation
         self._reports = reports
         self.on_step = on_step
+        self._memory_baseline_bytes = memory_baseline_bytes
         self._sinks: MetricsSinks | None = None
         """None on other ranks than the first."""
 
@@ -112,4 +115,5 @@ class MetricsLog(LoopPart):
             measured=step.measured,
             shown=in_words(step.measured, self.formats),
             eval_shown=in_words(step.evaluation.measured, self.formats),
+            memory_baseline_bytes=self._memory_baseline_bytes,
         )
