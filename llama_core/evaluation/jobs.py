@@ -18,7 +18,8 @@ from llama_core.launch.jobs.tasks import TaskJobs, TaskRequest
 from llama_core.launch.places import fresh_folder
 from llama_core.launch.rank.children import die_with_parent
 from llama_core.planning.inference import EvaluationForward, evaluation_bytes
-from llama_core.planning.memory.host import CPU_PROCESS_BYTES, CUDA_PROCESS_BYTES
+from llama_core.planning.memory.host import CUDA_PROCESS_BYTES
+from llama_core.planning.memory.process import DEFAULT_PROCESS
 from llama_core.planning.program.operations import itemsize_of
 from llama_core.records.directory import RunDirectory
 from llama_core.units import GIB
@@ -219,5 +220,5 @@ def _host_bytes(config: RunConfig, shared: EvaluationPlan) -> int:
     process = CUDA_PROCESS_BYTES
     if config.launch.device == "cpu":
         tensors = evaluation_bytes(config.spec, shared.plan, itemsize_of(asked.dtype), EvaluationForward.of(config))
-        process = CPU_PROCESS_BYTES + tensors
+        process = DEFAULT_PROCESS.process_bytes + tensors
     return _JOB_BYTES + shared.plan.world_size // shared.nodes * (process + _TASKS_BYTES)

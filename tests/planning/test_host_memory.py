@@ -6,6 +6,8 @@ from llama_core.chain.planned import planned_as
 from llama_core.config.run import RunConfig
 from llama_core.machine.detect import Machine
 from llama_core.planning.memory.host import COMPILERS_BYTES, CUDA_PROCESS_BYTES, host_memory
+from llama_core.planning.memory.process import DEFAULT_PROCESS
+from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
 from llama_core.units import GIB
@@ -91,6 +93,29 @@ def test_the_processes_that_compile_blocks_take_host_memory_on_cuda():
     }
     assert parts_of["true"]["compilers"] == COMPILERS_BYTES
     assert parts_of["false"] == {name: size for name, size in parts_of["true"].items() if name != "compilers"}
+
+
+def on_cpu(*overrides, process=DEFAULT_PROCESS):
+    request = RunConfig.from_mapping(
+        {"model": "tiny_llama3_50m", "launch": {"device": "cpu"}}, ["training.precision=bf16", *overrides]
+    )
+    return host_memory(request, ParallelPlan(), process)
+
+
+def test_kernels_on_a_cpu_are_kept_for_each_shape_of_matrix_and_length_of_keys_but_not_in_fp32():
+    assert on_cpu("training.precision=fp32").kernels_bytes == 0
+    short, long = (on_cpu(f"training.seq_len={tokens}").kernels_bytes for tokens in (256, 2048))
+    shapes = len(set(config("model=tiny_llama3_50m").spec.matrix_shapes.values()))
+    assert short == (6 * shapes + 14 + 10) * DEFAULT_PROCESS.kernel_bytes
+    assert long - short == 7 * 10 * DEFAULT_PROCESS.kernel_bytes
+
+
+def test_a_process_that_was_measured_replaces_the_default_one_and_is_recorded():
+    profile = MemoryProfile({"optimizer": {"weights": GIB}})
+    own = replace(DEFAULT_PROCESS, process_bytes=GIB)
+    memory = on_cpu(process=own)
+    assert memory.parts(profile)["process"] == GIB
+    assert type(memory).from_dict(memory.as_dict(profile)) == memory
 
 
 def test_the_memory_that_a_slurm_job_asks_for_is_that_of_its_nodes():

@@ -8,6 +8,7 @@ Each part of a rank follows from the code that holds it:
 * batches: ``data.supply`` reads the rows of a step and stacks them, 24 bytes a token each time. On CUDA it then pins
   the microbatches; torch rounds pinned blocks up to a power of two.
 * offloaded states: what ``parallel.deepspeed`` asks DeepSpeed to keep in host memory.
+* kernels, on the CPU: oneDNN keeps what it has prepared for each product of matrices in half precision.
 * freed memory, on the CPU: the C library keeps it in the process.
 * tokenising: ``data.shards.writing`` holds one batch of text and its tokens, and some 50 bytes for each document of a
   shard, in one process of a node, before the model is built.
@@ -25,6 +26,7 @@ from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.run import RunConfig
 from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.planning.before import forwards_before_step
+from llama_core.planning.memory.process import DEFAULT_PROCESS, ProcessMemory
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
@@ -39,14 +41,15 @@ CUDA_PROCESS_BYTES = 3 * GIB
 COMPILERS_BYTES = 300 * MIB + COMPILE_WORKERS * 128 * MIB
 """What they take: the parent that they are forked from, and for each what Triton needs to compile a kernel; measured on
 a CPU with torch 2.13 and Triton 3.7."""
-CPU_PROCESS_BYTES = 520 * MIB
-"""Resident bytes of a rank's process on the CPU without what its model takes: docs/memory.md."""
-FREED_SHARE = 0.37
-"""Freed memory that a rank on the CPU keeps, over the bytes of what comes and goes in a step: docs/memory.md.
-
-Its heap never shrinks (``launch.rank.supervisor``), and the holes between tensors of other sizes fit none.
-"""
 FREED = "freed memory"
+"""On the CPU, what a rank has freed and keeps: its heap never shrinks (``launch.rank.supervisor``)."""
+KERNELS_PER_MATRIX = 6
+"""Kernels that are kept for all matrices of one shape: forward and two gradients, each twice."""
+KERNELS_OF_HEAD = 14
+"""The same for the head, whose chunks have products of their own, and for a measurement of the CPU's rate."""
+ATTENTION_BLOCK = 256
+"""Queries that attention's backward takes at once, with all keys before them: every block has another size."""
+KERNELS_PER_BLOCK = 10
 TOKENISING_BYTES = 512 * MIB
 """An allowance for a tokenizer and a batch of 2**20 characters: the text, and the id, place and word of each token."""
 
@@ -76,6 +79,12 @@ class HostMemory:
     """Whether the copy exists while a step runs; otherwise the only checkpoint comes after the last step."""
     compilers_bytes: int = 0
     """What the processes that compile a rank's blocks take."""
+    kernels_bytes: int = 0
+    """What a library on the CPU keeps of its kernels."""
+    has_others: bool = False
+    """Whether a rank talks to other ranks."""
+    process: ProcessMemory = DEFAULT_PROCESS
+    """What was measured of a process on the CPU."""
     available_bytes: int | None = None
     """Memory of a node for these ranks; None if unknown."""
     available_where: str = ""
@@ -92,15 +101,17 @@ class HostMemory:
         copy = weights if self.on_cuda else 0
         if self.copies_states:
             copy = weights + update.get("moments", 0)
-        parts = {"process": CUDA_PROCESS_BYTES if self.on_cuda else CPU_PROCESS_BYTES}
+        parts = {"process": CUDA_PROCESS_BYTES}
         if not self.on_cuda:
+            parts["process"] = self.process.process_bytes + (self.process.group_bytes if self.has_others else 0)
             states = update.get("weights", 0) + update.get("moments", 0)
             passing = profile.peak_bytes - states
-            parts |= {"tensors": profile.peak_bytes, FREED: int(FREED_SHARE * passing)}
+            parts |= {"tensors": profile.peak_bytes, FREED: int(self.process.freed_share * passing)}
             if not self.copies_during_steps:  # what comes and goes in a step has gone when the copy is made
                 copy = max(0, copy - passing)
         parts |= {
             "compilers": self.compilers_bytes,
+            "kernels": self.kernels_bytes,
             "checkpoint copy": copy,
             "batches": self.batches_bytes,
             "offloaded states": self.offloaded_bytes,
@@ -150,16 +161,18 @@ class HostMemory:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """Return the memory that ``as_dict`` recorded."""
-        derived = {"parts", "node_bytes"}
-        return cls(**{name: value for name, value in record.items() if name not in derived})
+        derived = {"parts", "node_bytes", "process"}
+        process = ProcessMemory(**record.get("process", {}))
+        return cls(**{name: value for name, value in record.items() if name not in derived}, process=process)
 
 
-def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
+def host_memory(config: RunConfig, plan: ParallelPlan, process: ProcessMemory = DEFAULT_PROCESS) -> HostMemory:
     """Return the host memory of the ranks of a node, whose own memory is unknown.
 
     Args:
         config: the configuration.
         plan: its plan.
+        process: what was measured of a process on the CPU.
     """
     on_cuda = config.launch.device != "cpu"
     training = config.training
@@ -172,7 +185,23 @@ def host_memory(config: RunConfig, plan: ParallelPlan) -> HostMemory:
         copies_during_steps=training.checkpoint_every == "auto"
         or 0 < training.checkpoint_every < (training.steps or float("inf")),
         compilers_bytes=COMPILERS_BYTES if on_cuda and plan.compile else 0,
+        kernels_bytes=0 if on_cuda else _kernels(config, process),
+        has_others=plan.world_size > 1,
+        process=process,
     )
+
+
+def _kernels(config: RunConfig, process: ProcessMemory) -> int:
+    """Return what oneDNN keeps of its kernels on a rank.
+
+    It prepares a kernel for each product of other sizes; oneDNN and torch both keep what they made for it. Products in
+    fp32 are MKL's, which keeps nothing.
+    """
+    if itemsize_of(config.training.precision) == FP32_BYTES:
+        return 0
+    of_layers = len(set(config.spec.matrix_shapes.values())) * KERNELS_PER_MATRIX
+    of_attention = ceil(config.seq_len / ATTENTION_BLOCK) * KERNELS_PER_BLOCK
+    return (of_layers + KERNELS_OF_HEAD + of_attention) * process.kernel_bytes
 
 
 def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
