@@ -20,7 +20,18 @@ from collections.abc import Sequence
 from llama_core.errors import ConfigError, RequestError, StoppedError, TrainingInfraError, safe
 from llama_core.log_lines import warnings_on_stderr
 from llama_core.records.files import is_disk_full
-from training_infra.commands import decay, evaluate, planning, runs, sweep, timing, tokenize, train, weights
+from training_infra.commands import (
+    calibration,
+    decay,
+    evaluate,
+    planning,
+    runs,
+    sweep,
+    timing,
+    tokenize,
+    train,
+    weights,
+)
 from training_infra.lines import print_line
 from training_infra.parser import Parser
 
@@ -30,6 +41,7 @@ COMMANDS = {
         planning.ESTIMATE_MEMORY,
         planning.DRY_RUN,
         planning.VALIDATE_ENVIRONMENT,
+        calibration.CALIBRATE,
         tokenize.TOKENIZE,
     ),
     "run": (

@@ -3,13 +3,14 @@
 import hashlib
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import starmap
 
 from llama_core.calibration.profile import MachineProfile, own_profile_path, read_profile, write_profile
 from llama_core.calibration.ranks import measure_on_ranks
 from llama_core.config.hardware import DeviceSpec
-from llama_core.config.measured_rates import MeasuredRates
+from llama_core.config.measured_rates import MeasuredRates, Sizes
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.planning.plan import ParallelPlan
@@ -22,17 +23,30 @@ MOST_LAYERS = 2
 """Layers of the model that is timed as a whole: as in ``calibration.whole``, which would import torch."""
 
 
-def known_profile() -> MachineProfile:
-    """Return the profile of this machine; a new one if there is none, or it is damaged or of something else."""
+def known_profile(tell: Callable[[str], None] = lambda text: None) -> MachineProfile:
+    """Return the profile of this machine; a new one if there is none, or it is damaged or of something else.
+
+    Args:
+        tell: called with a line that says why a profile is not used.
+    """
     fresh = MachineProfile.of_this_machine()
-    try:
-        profile = read_profile(own_profile_path())
-    except ConfigError:
+    path = own_profile_path()
+    if not path.exists():
         return fresh
-    return fresh if profile.misfit(fresh) else profile
+    try:
+        profile = read_profile(path)
+    except ConfigError as error:
+        tell(str(error))
+        return fresh
+    if misfit := profile.misfit(fresh):
+        tell(f"the machine's profile {path} is not used: {misfit}; 'training-infra calibrate' measures it again")
+        return fresh
+    return profile
 
 
-def measured_cpu(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) -> DeviceSpec | None:
+def measured_cpu(
+    config: RunConfig, plan: ParallelPlan, *, may_measure: bool, tell: Callable[[str], None] = lambda text: None
+) -> DeviceSpec | None:
     """Return this machine's processor with the times that a step of a run asks for, measured now or earlier.
 
     Args:
@@ -40,20 +54,22 @@ def measured_cpu(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) ->
         plan: its plan.
         may_measure: whether to measure what the profile does not know, which takes seconds. Otherwise what
             ``calibrate`` measured answers; None if that was not done.
+        tell: called with a line that says why a profile is not used.
 
     Raises:
         TrainingFailedError: if a measurement fails.
     """
-    profile = known_profile()
+    profile = known_profile(tell)
     num_ranks = node_size(config, plan.world_size)
-    undivided = _undivided(Work.of(config, plan))
+    work = Work.of(config, plan)
+    undivided = _undivided(work)
     name = _name_of_whole(undivided, num_ranks)
+    device = profile.cpu(num_ranks)
+    asked = dict.fromkeys((*asked_of_machine(work, device), *asked_of_machine(undivided, device, alone=True)))
     if may_measure:
-        profile = _measured(profile, config, plan, name)
+        profile = _measured(profile, config, undivided, list(asked), name)
     rates = profile.rates.get(num_ranks)
-    if rates is None or (
-        not may_measure and not all(kind.grid or name in profile.whole for kind in rates.kinds.values())
-    ):
+    if rates is None or any(rates.seconds(*question) is None for question in asked):
         return None
     if name in profile.whole:
         layers_share, ends_share = profile.whole[name]
@@ -61,14 +77,20 @@ def measured_cpu(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) ->
     return replace(profile, rates={num_ranks: rates}).cpu(num_ranks)
 
 
-def _measured(profile: MachineProfile, config: RunConfig, plan: ParallelPlan, name: str) -> MachineProfile:
-    """Return a profile with all that a step asks for, and keep it if something had to be measured."""
-    num_ranks = node_size(config, plan.world_size)
-    work = Work.of(config, plan)
-    undivided = _undivided(work)
+def _measured(
+    profile: MachineProfile, config: RunConfig, undivided: Work, asked: Sequence[tuple[str, Sizes]], name: str
+) -> MachineProfile:
+    """Return a profile that knows all that is asked, at its own sizes, and keep it if something had to be measured.
+
+    Args:
+        profile: what is known.
+        config: the run.
+        undivided: the part of its model that is timed as a whole.
+        asked: kinds and sizes of operations.
+        name: that part's name in the profile.
+    """
+    num_ranks = node_size(config, config.parallel.gpus)
     rates = profile.rates.get(num_ranks, MeasuredRates())
-    device = profile.cpu(num_ranks)
-    asked = dict.fromkeys((*asked_of_machine(work, device), *asked_of_machine(undivided, device, alone=True)))
     missing = [(kind, sizes) for kind, sizes in asked if sizes not in _points(rates, kind)]
     is_known = name in profile.whole
     if is_known and not missing:

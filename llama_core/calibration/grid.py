@@ -12,7 +12,19 @@ from llama_core.config.measured_rates import Measured, Sizes
 _ROWS = (64, 512, 4096)
 _WIDTHS = (128, 512, 2048)
 _ELEMENTS = (2**12, 2**16, 2**20, 2**23)
-_POINTWISE = ("multiply", "add", "add_bias", "silu", "scale", "softmax", "inverse_rms", "rotate", "rearrange")
+_POINTWISE = (
+    "multiply",
+    "add",
+    "add_bias",
+    "silu",
+    "scale",
+    "softmax",
+    "exp",
+    "log_sum_exp",
+    "inverse_rms",
+    "rotate",
+    "rearrange",
+)
 _WAYS = ("forward", "backward")
 
 

@@ -1,6 +1,6 @@
 """Calibrates this machine: measures the grids, and keeps them in its profile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median
 
@@ -11,7 +11,7 @@ from llama_core.config.measured_rates import MeasuredRates, Sizes
 
 
 def calibrate(
-    known: MachineProfile, ranks: Sequence[int], on_begin: Callable[[int, int], None] = lambda ranks, points: None
+    known: MachineProfile, ranks: Iterable[int], on_begin: Callable[[int, int], None] = lambda ranks, points: None
 ) -> MachineProfile:
     """Return the profile of this machine with every grid measured anew.
 

@@ -14,7 +14,6 @@ from llama_core.machine.detect import available_cores, cpu_model, software_versi
 from llama_core.records.files import cache_directory, now, read_json, write_json
 from llama_core.units import GIB
 
-SCHEMA = 1
 CPU = "cpu"
 _SOFTWARE = ("torch",)
 """Software whose version a measured time depends on."""
@@ -40,7 +39,6 @@ class MachineProfile:
     spread: Mapping[str, float] = field(default_factory=dict)
     """The difference of the quartiles over the median of repeated measurements, by the first word of their kinds: the
     median over all sizes. Empty before ``calibrate``."""
-    schema: int = SCHEMA
 
     @classmethod
     def of_this_machine(cls) -> Self:
@@ -86,7 +84,6 @@ class MachineProfile:
     def as_dict(self) -> dict[str, Any]:
         """Return the profile as a record."""
         return {
-            "schema": self.schema,
             "device": self.device,
             "cores": self.cores,
             "host": self.host,
@@ -107,8 +104,6 @@ class MachineProfile:
         Raises:
             ValueError, TypeError, KeyError, AttributeError: if the record is none.
         """
-        if record["schema"] != SCHEMA:
-            raise ValueError(f"it has schema {record['schema']}, and this version reads {SCHEMA}")
         rates = {
             int(number): MeasuredRates({kind: Measured.from_dict(one) for kind, one in kinds.items()})
             for number, kinds in record["seconds"].items()

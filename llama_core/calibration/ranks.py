@@ -15,7 +15,7 @@ from llama_core.launch.rank.supervisor import worker_environment
 from llama_core.planning.time.kernels import Pass
 from llama_core.records.files import read_json, write_json
 
-TIMEOUT_SECONDS = 600
+TIMEOUT_SECONDS = 900
 
 
 class Answer(NamedTuple):

@@ -1,8 +1,8 @@
 """How long a run will take, said before it starts and while somebody waits for its first step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from llama_core.calibration.demand import measured_cpu
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
@@ -22,6 +22,7 @@ from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed, write_json
 from llama_core.records.measurements import ExpectedStep
+from llama_core.runs.console import say
 from llama_core.runs.loading import load_config, load_plan
 from llama_core.units import TFLOP, counted, format_duration
 
@@ -72,7 +73,9 @@ def rough_pace(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -
     return Pace(flops / (CPU_SHARE * flops_per_second), flops, told_by)
 
 
-def pace_here(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) -> Pace:
+def pace_here(
+    config: RunConfig, plan: ParallelPlan, *, may_measure: bool, tell: Callable[[str], None] = lambda text: None
+) -> Pace:
     """Return the pace of a run on this machine's CPU.
 
     Args:
@@ -80,6 +83,7 @@ def pace_here(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) -> Pa
         plan: its plan.
         may_measure: whether the operations of its step may be measured for some seconds, where the machine's profile
             does not know them. They are only for a run that lasts longer than that.
+        tell: called with a line that says why the profile is not used.
     """
     rough = rough_pace(config, plan, _rate_here(config.training.precision))
     if plan.compile or plan.zero_backend == "deepspeed" or config.training.precision in {"fp16", "fp8"}:
@@ -87,7 +91,7 @@ def pace_here(config: RunConfig, plan: ParallelPlan, *, may_measure: bool) -> Pa
     steps = config.training.steps or LONG_RUN_SECONDS
     is_worth_it = may_measure and rough.seconds * steps >= WORTH_MEASURING_SECONDS > rough.seconds
     try:
-        device = measured_cpu(config, plan, may_measure=is_worth_it)
+        device = measured_cpu(config, plan, may_measure=is_worth_it, tell=tell)
     except (TrainingInfraError, OSError):  # the run itself says what is wrong with this machine
         return rough
     if device is None:
@@ -153,7 +157,7 @@ def record_expected_step(run: RunDirectory) -> None:
     """Record how long a step should take, for the report to compare; only for a run on this machine's CPU."""
     config = load_config(run)
     if _computes_here(config):
-        pace = pace_here(config, load_plan(run), may_measure=True)
+        pace = pace_here(config, load_plan(run), may_measure=True, tell=partial(say, "note"))
         write_json(run.expected, ExpectedStep(pace.seconds, pace.flops, pace.told_by, pace.parts))
 
 
