@@ -99,7 +99,9 @@ def _measured(
     answer = measure_on_ranks(num_ranks, missing, whole=None if is_known else config, rows=rows)
     profile = profile.with_rates(num_ranks, rates.with_points(answer.seconds))
     if answer.layers is not None and answer.ends is not None:
-        layers, ends = undivided_passes(undivided, profile.cpu(num_ranks))
+        # undivided, it is one rank, but timed beside the others
+        alike = replace(profile, rates={num_ranks: profile.rates[num_ranks]})
+        layers, ends = undivided_passes(undivided, alike.cpu(num_ranks))
         shares = (_share(answer.layers, layers), _share(answer.ends, ends))
         profile = replace(profile, whole={**profile.whole, name: shares})
     write_profile(own_profile_path(), profile)

@@ -39,24 +39,24 @@ def main(arguments: list[str]) -> int:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
         begin = dist.barrier
     with sleeping_beside_others():
-        write_json(folder / f"rank-{rank}.json", _answer(request, device, begin))
-    if num_ranks > 1:
-        dist.barrier()
+        answer = _operations(request, device, begin)
+        if num_ranks > 1:
+            dist.barrier()
+            dist.destroy_process_group()  # each rank has a whole model of its own
+        if request["whole"] is not None:
+            config = RunConfig.from_mapping(request["whole"]["config"])
+            answer["whole"] = time_whole(config, request["whole"]["rows"], device)
+    write_json(folder / f"rank-{rank}.json", answer)
     return 0
 
 
-def _answer(request: dict[str, Any], device: torch.device, begin: Callable[[], object]) -> dict[str, Any]:
+def _operations(request: dict[str, Any], device: torch.device, begin: Callable[[], object]) -> dict[str, Any]:
     queries = [(kind, tuple(sizes)) for kind, sizes in request["queries"]]
     found = measure(queries, device, begin)
-    answer: dict[str, Any] = {
+    return {
         "seconds": [found[query].seconds for query in queries],
         "spread": [found[query].spread for query in queries],
     }
-    if request["whole"] is not None:
-        begin()
-        config = RunConfig.from_mapping(request["whole"]["config"])
-        answer["whole"] = time_whole(config, request["whole"]["rows"], device)
-    return answer
 
 
 if __name__ == "__main__":

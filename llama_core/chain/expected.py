@@ -30,7 +30,7 @@ SLOW_STEP_SECONDS = 180.0
 """Steps expected to take longer are announced."""
 LONG_RUN_SECONDS = 3600.0
 """Runs expected to take longer are announced, however short their steps."""
-WORTH_MEASURING_SECONDS = 20.0
+WORTH_MEASURING_SECONDS = 10.0
 """The operations of a step are measured for a run that should take longer. That takes some steps' time: those of a step
 that takes as long by itself are not measured."""
 CPU_SHARE = 0.5
