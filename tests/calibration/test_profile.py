@@ -11,7 +11,7 @@ from llama_core.calibration.profile import MachineProfile, read_profile, write_p
 from llama_core.calibration.ranks import Answer
 from llama_core.config.measured_rates import Measured, MeasuredRates
 from llama_core.config.run import RunConfig
-from llama_core.errors import ConfigError
+from llama_core.errors import ConfigError, RequestError
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.step_time import step_time_of
@@ -139,6 +139,14 @@ def test_calibration_measures_every_point_and_keeps_what_runs_have_asked_for(mea
     assert profile.rates[1].seconds("link all_reduce", (2, 2**12)) is None
     assert profile.rates[2].seconds("link all_reduce", (2, 2**12)) == pytest.approx(1e-6)
     assert profile.spread["sort"] == pytest.approx(0.1)
+
+
+def test_some_kinds_are_measured_again_and_an_unknown_one_is_named(measured):
+    known = machine.calibrate(MachineProfile.of_this_machine(), [1])
+    machine.calibrate(known, [1], ["sort"])
+    assert {kind for kind, _ in measured[-1][1]} == {"sort int64"}
+    with pytest.raises(RequestError, match="there is no kind of operation 'sorts' to measure; the kinds are linear, "):
+        machine.calibrate(known, [1], ["sorts"])
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ COMMANDS = (
     "validate-environment --config run.yaml",
     "estimate-memory --config run.yaml",
     "dry-run --config run.yaml --parity",
+    "calibrate --only sort --out profile.json",
     "tokenize --config texts.yaml --workers 2",
     "train --config texts.yaml --run-dir run",
     "train --config texts.yaml --run-dir run --resume --steps 4",

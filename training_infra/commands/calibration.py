@@ -18,7 +18,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         if not options.json:
             print_line(f"measuring {num_operations} operations on {ranks}: a minute or two")
 
-    profile = calibrate(known_profile(), dict.fromkeys(options.ranks), tell)
+    profile = calibrate(known_profile(), sorted(set(options.ranks)), options.only, tell)
     path = options.out or own_profile_path()
     write_profile(path, profile)
     if options.json:
@@ -55,6 +55,13 @@ CALIBRATE = Command(
             default=[1],
             metavar="N",
             help="numbers of ranks that compute at once; default: 1",
+        ),
+        Argument(
+            "--only",
+            nargs="+",
+            default=(),
+            metavar="KIND",
+            help="measure only these kinds of operations again, such as linear attention",
         ),
         Argument("--out", type=Path, metavar="FILE", help="write the profile there; default: where runs look for it"),
         Argument("--json", action="store_true", help="print JSON"),
