@@ -16,7 +16,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     def tell(num_ranks: int, num_operations: int) -> None:
         ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks that share the cores"
         if not options.json:
-            print_line(f"measuring {num_operations} operations on {ranks}: a minute or two")
+            print_line(f"measuring {num_operations} operations on {ranks}; all kinds take a minute or two")
 
     profile = calibrate(known_profile(), sorted(set(options.ranks)), options.only, tell)
     path = options.out or own_profile_path()
