@@ -49,5 +49,5 @@ def calibrate(
         profile = profile.with_rates(num_ranks, MeasuredRates(kinds))
         for (kind, _), spread in answer.spread.items():
             spreads.setdefault(kind.split()[0], []).append(spread)
-    spread = {name: median(values) for name, values in sorted(spreads.items())}
-    return replace(profile, spread={**known.spread, **spread})
+    medians = {name: median(values) for name, values in sorted(spreads.items())}
+    return replace(profile, spread={**known.spread, **medians})
