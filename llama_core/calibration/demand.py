@@ -19,7 +19,7 @@ from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.links import node_size
 from llama_core.planning.work import Work
 
-MOST_LAYERS = 2
+MAX_LAYERS = 2
 """Layers of the model that is timed as a whole: as in ``calibration.whole``, which would import torch."""
 
 
@@ -115,7 +115,7 @@ def _points(rates: MeasuredRates, kind: str) -> set[tuple[int, ...]]:
 
 def _undivided(work: Work) -> Work:
     """Return the first layers and the ends of a model on one rank, with the rows of a rank's forward."""
-    spec = replace(work.spec, num_layers=min(MOST_LAYERS, work.spec.num_layers))
+    spec = replace(work.spec, num_layers=min(MAX_LAYERS, work.spec.num_layers))
     return replace(work, spec=spec, plan=ParallelPlan(microbatch_size=work.plan.rows_per_forward))
 
 

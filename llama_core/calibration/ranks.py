@@ -18,7 +18,7 @@ from llama_core.records.files import read_json, write_json
 TIMEOUT_SECONDS = 900
 
 
-class Answer(NamedTuple):
+class RankTimes(NamedTuple):
     """What the ranks measured: of each operation, the time of the rank where it took longest."""
 
     seconds: dict[tuple[str, Sizes], float]
@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
 def measure_on_ranks(
     num_ranks: int, queries: Sequence[tuple[str, Sizes]], *, whole: RunConfig | None = None, rows: int = 1
-) -> Answer:
+) -> RankTimes:
     """Return what operations take while ``num_ranks`` processes share this machine's cores.
 
     Args:
@@ -73,11 +73,11 @@ def _start(folder: Path, rank: int, num_ranks: int) -> "subprocess.Popen[str]":
     )
 
 
-def _joined(queries: Sequence[tuple[str, Sizes]], answers: Sequence[dict[str, Any]]) -> Answer:
+def _joined(queries: Sequence[tuple[str, Sizes]], answers: Sequence[dict[str, Any]]) -> RankTimes:
     seconds = {query: max(answer["seconds"][place] for answer in answers) for place, query in enumerate(queries)}
     spread = {query: max(answer["spread"][place] for answer in answers) for place, query in enumerate(queries)}
     wholes = [answer["whole"] for answer in answers if "whole" in answer]
     if not wholes:
-        return Answer(seconds, spread, None, None)
+        return RankTimes(seconds, spread, None, None)
     layers, ends = (Pass(*(max(whole[part][way] for whole in wholes) for way in (0, 1))) for part in (0, 1))
-    return Answer(seconds, spread, layers, ends)
+    return RankTimes(seconds, spread, layers, ends)

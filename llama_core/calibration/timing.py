@@ -10,9 +10,9 @@ import torch
 from llama_core.calibration.operations import Prepared, prepare
 from llama_core.config.measured_rates import Sizes
 
-LEAST_REPEATS = 5
-LEAST_SECONDS = 0.03
-MOST_SECONDS = 0.5
+MIN_REPEATS = 5
+MIN_SECONDS = 0.03
+MAX_SECONDS = 0.5
 """A measurement repeats an operation until both minima are reached, but no longer than this."""
 
 
@@ -80,8 +80,8 @@ def time_passes(prepared: Prepared, device: torch.device) -> list[Timed]:
             if len(forwards) < prepared.repeats:
                 continue
             break
-        enough = len(forwards) > LEAST_REPEATS and spent > LEAST_SECONDS  # the first one sets up the kernels
-        if enough or (spent > MOST_SECONDS and len(forwards) > 2):
+        enough = len(forwards) > MIN_REPEATS and spent > MIN_SECONDS  # the first one sets up the kernels
+        if enough or (spent > MAX_SECONDS and len(forwards) > 2):
             break
     return [_timed(seconds[1:]) for seconds in (forwards, backwards) if seconds]
 

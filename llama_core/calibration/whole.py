@@ -21,7 +21,7 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.kernels import Pass
 from llama_core.training.engine import build_model
 
-MOST_LAYERS = 2
+MAX_LAYERS = 2
 """Layers that are timed: in a model with experts, every other one may be dense."""
 
 
@@ -29,14 +29,14 @@ class WholePasses(NamedTuple):
     """The seconds of the parts of a model."""
 
     layers: Pass
-    """Of ``MOST_LAYERS`` layers, or of all of a smaller model."""
+    """Of ``MAX_LAYERS`` layers, or of all of a smaller model."""
     ends: Pass
     """Of the embedding, the final norm, the head and its loss."""
 
 
 def shortened(spec: ModelSpec) -> ModelSpec:
     """Return an architecture with its first layers alone."""
-    return replace(spec, num_layers=min(MOST_LAYERS, spec.num_layers))
+    return replace(spec, num_layers=min(MAX_LAYERS, spec.num_layers))
 
 
 def time_whole(config: RunConfig, rows: int, device: torch.device) -> WholePasses:

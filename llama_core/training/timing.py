@@ -22,7 +22,7 @@ from llama_core.training.measure import ActionClock, FlopsUtilisation, time_step
 from llama_core.training.parts.stop import StopRequest
 from llama_core.training.profile import profiled
 
-MOST_TIMINGS = 4
+MAX_TIMINGS = 4
 """How often steps are timed, at most, while other programs have the cores."""
 
 
@@ -69,7 +69,7 @@ class TimedSteps:
             record = _over_ranks(time_once(watched=watched, warmup_steps=timing.warmup_steps))
             num_timings = 1
             # the ranks agree: they look at the same number of waiting threads. A profile is of its own steps
-            while record.disturbance and num_timings < MOST_TIMINGS and not timing.profile:
+            while record.disturbance and num_timings < MAX_TIMINGS and not timing.profile:
                 again = _over_ranks(time_once(watched=nullcontext(), warmup_steps=0))
                 record = min(record, again, key=lambda one: one.waiting_threads or 0.0)
                 num_timings += 1

@@ -8,7 +8,7 @@ import pytest
 from llama_core.calibration import demand, machine
 from llama_core.calibration.grid import Grid, grids
 from llama_core.calibration.profile import MachineProfile, read_profile, write_profile
-from llama_core.calibration.ranks import Answer
+from llama_core.calibration.ranks import RankTimes
 from llama_core.config.measured_rates import Measured, MeasuredRates
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, RequestError
@@ -37,7 +37,7 @@ def measured(monkeypatch, tmp_path):
     def answer(num_ranks, queries, whole=None, rows=1):
         asked.append((num_ranks, list(queries), whole))
         parts = (None, None) if whole is None else (Pass(1e-3, 2e-3), Pass(1e-3, 1e-3))
-        return Answer(dict.fromkeys(queries, 1e-6), dict.fromkeys(queries, 0.1), *parts)
+        return RankTimes(dict.fromkeys(queries, 1e-6), dict.fromkeys(queries, 0.1), *parts)
 
     monkeypatch.setattr(demand, "measure_on_ranks", answer)
     monkeypatch.setattr(machine, "measure_on_ranks", answer)
