@@ -125,7 +125,7 @@ def skeleton(svg):
     text = re.sub(r"in the (forward|backward|optimizer)", "in a phase", text)
     text = re.sub(r"\d[\d.,]*( ?([KMGT]i?B|[KMBT]|TFLOP)\b)?", "#", text)
     text = re.sub(r"(# (d|h|min) )+#", "#", text)
-    step = r"train step #/# loss # (held-out loss # (after step # )?)?# tokens/s # (about # (s|min) left )?"
+    step = r"train step #/# loss # (held-out loss # (after step # )?)?# tokens/s peak # (about # (s|min) left )?"
     return re.sub(f"({step})+", "train ... ", text)
 
 
