@@ -14,13 +14,10 @@ from llama_core.config.measured_rates import MeasuredRates, Sizes
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.time.asked import asked_of_machine, undivided_passes
+from llama_core.planning.time.asked import asked_of_machine, shortened, undivided_passes
 from llama_core.planning.time.kernels import Pass
 from llama_core.planning.time.links import node_size
 from llama_core.planning.work import Work
-
-MAX_LAYERS = 2
-"""Layers of the model that is timed as a whole: as in ``calibration.whole``, which would import torch."""
 
 
 def known_profile(tell: Callable[[str], None] = lambda text: None) -> MachineProfile:
@@ -61,15 +58,17 @@ def measured_cpu(
     """
     profile = known_profile(tell)
     num_ranks = node_size(config, plan.world_size)
+    if not may_measure and num_ranks not in profile.rates:
+        return None
     work = Work.of(config, plan)
     undivided = _undivided(work)
     name = _name_of_whole(undivided, num_ranks)
     device = profile.cpu(num_ranks)
     asked = dict.fromkeys((*asked_of_machine(work, device), *asked_of_machine(undivided, device, alone=True)))
     if may_measure:
-        profile = _measured(profile, config, undivided, list(asked), name)
-    rates = profile.rates.get(num_ranks)
-    if rates is None or any(rates.seconds(*question) is None for question in asked):
+        profile = _measured(profile, num_ranks, config, undivided, list(asked), name=name)
+    rates = profile.rates[num_ranks]
+    if any(rates.seconds(*question) is None for question in asked):
         return None
     if name in profile.whole:
         layers_share, ends_share = profile.whole[name]
@@ -78,18 +77,24 @@ def measured_cpu(
 
 
 def _measured(
-    profile: MachineProfile, config: RunConfig, undivided: Work, asked: Sequence[tuple[str, Sizes]], name: str
+    profile: MachineProfile,
+    num_ranks: int,
+    config: RunConfig,
+    undivided: Work,
+    asked: Sequence[tuple[str, Sizes]],
+    *,
+    name: str,
 ) -> MachineProfile:
     """Return a profile that knows all that is asked, at its own sizes, and keep it if something had to be measured.
 
     Args:
         profile: what is known.
+        num_ranks: ranks that compute at once.
         config: the run.
         undivided: the part of its model that is timed as a whole.
         asked: kinds and sizes of operations.
         name: that part's name in the profile.
     """
-    num_ranks = node_size(config, config.parallel.gpus)
     rates = profile.rates.get(num_ranks, MeasuredRates())
     missing = [(kind, sizes) for kind, sizes in asked if sizes not in _points(rates, kind)]
     is_known = name in profile.whole
@@ -115,8 +120,8 @@ def _points(rates: MeasuredRates, kind: str) -> set[tuple[int, ...]]:
 
 def _undivided(work: Work) -> Work:
     """Return the first layers and the ends of a model on one rank, with the rows of a rank's forward."""
-    spec = replace(work.spec, num_layers=min(MAX_LAYERS, work.spec.num_layers))
-    return replace(work, spec=spec, plan=ParallelPlan(microbatch_size=work.plan.rows_per_forward))
+    plan = ParallelPlan(microbatch_size=work.plan.rows_per_forward)
+    return replace(work, spec=shortened(work.spec), plan=plan)
 
 
 def _share(whole: Pass, parts: Pass) -> tuple[float, float]:

@@ -8,23 +8,11 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from llama_core.config.measured_rates import Measured, Sizes
+from llama_core.planning.time.measured import POINTWISE
 
 _ROWS = (64, 512, 4096)
 _WIDTHS = (128, 512, 2048)
 _ELEMENTS = (2**12, 2**16, 2**20, 2**23)
-_POINTWISE = (
-    "multiply",
-    "add",
-    "add_bias",
-    "silu",
-    "scale",
-    "softmax",
-    "exp",
-    "log_sum_exp",
-    "inverse_rms",
-    "rotate",
-    "rearrange",
-)
 _WAYS = ("forward", "backward")
 
 
@@ -64,7 +52,7 @@ def grids(num_ranks: int) -> dict[str, Grid]:
             found[f"experts {name} {way}"] = Grid((1, 1, 1, 1), (4,), (64, 512), (128, 1024), (128, 1024))
             for told in ("none", "mask"):
                 found[f"attention {told} {name} {way}"] = attention
-            for kind in _POINTWISE:
+            for kind in ("multiply", *sorted(POINTWISE)):
                 found[f"{kind} {name} {way}"] = elements
         for way in ("forward", "input", "weight"):
             found[f"product {name} {way}"] = products

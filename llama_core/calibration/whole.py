@@ -4,7 +4,6 @@ What they take over the sum of their operations, each measured alone, is what no
 operations have used, and Python between them.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,31 +11,23 @@ from torch import Tensor
 
 from llama_core.calibration.operations import Prepared
 from llama_core.calibration.timing import time_passes
-from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch
 from llama_core.models.layers import rotation
 from llama_core.models.llama import Llama
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.asked import shortened
 from llama_core.planning.time.kernels import Pass
 from llama_core.training.engine import build_model
-
-MAX_LAYERS = 2
-"""Layers that are timed: in a model with experts, every other one may be dense."""
 
 
 class WholePasses(NamedTuple):
     """The seconds of the parts of a model."""
 
     layers: Pass
-    """Of ``MAX_LAYERS`` layers, or of all of a smaller model."""
+    """Of the layers of ``shortened``."""
     ends: Pass
     """Of the embedding, the final norm, the head and its loss."""
-
-
-def shortened(spec: ModelSpec) -> ModelSpec:
-    """Return an architecture with its first layers alone."""
-    return replace(spec, num_layers=min(MAX_LAYERS, spec.num_layers))
 
 
 def time_whole(config: RunConfig, rows: int, device: torch.device) -> WholePasses:

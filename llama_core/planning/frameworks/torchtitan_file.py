@@ -5,10 +5,9 @@ it. A key of the file that is not read has no effect on memory or time, or none 
 """
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from llama_core.config.hardware import MAX_DEVICES
 from llama_core.errors import ConfigError
@@ -17,6 +16,7 @@ from llama_core.planning.frameworks.given import Given, ReadJob, read_text, rema
 from llama_core.planning.frameworks.job import Job, Recompute, Schedule
 from llama_core.planning.frameworks.registry import compiled, framework
 from llama_core.planning.frameworks.traits import Framework
+from llama_core.records.files import by_dotted_key
 
 _SCHEDULES: Mapping[str, tuple[Schedule, int]] = {
     "gpipe": ("gpipe", 1),
@@ -41,7 +41,7 @@ def read_torchtitan(file: Path, gpus: int | None = None) -> ReadJob:
     """
     text = read_text(file)
     try:
-        given = Given(file, dict(_flattened(tomllib.loads(text))))
+        given = Given(file, by_dotted_key(tomllib.loads(text)))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is no TOML: {error}") from None
     except RecursionError:
@@ -49,15 +49,6 @@ def read_torchtitan(file: Path, gpus: int | None = None) -> ReadJob:
     if not given.values:
         raise ConfigError(f"{file} is empty")
     return _Torchtitan(given, gpus).read()
-
-
-def _flattened(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested tables, each with its dotted key."""
-    for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 class _Torchtitan:

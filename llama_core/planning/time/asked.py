@@ -4,10 +4,19 @@ from dataclasses import dataclass, field, replace
 
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.measured_rates import MeasuredRates, Sizes
+from llama_core.config.models import ModelSpec
 from llama_core.planning.time.compute import StageCompute
 from llama_core.planning.time.kernels import NO_TIME, Pass
 from llama_core.planning.time.parts import StepParts
 from llama_core.planning.work import Work
+
+MAX_LAYERS = 2
+"""Layers that are timed whole: in a model with experts, every other one may be dense."""
+
+
+def shortened(spec: ModelSpec) -> ModelSpec:
+    """Return an architecture with only the layers that are timed whole, its first ones."""
+    return replace(spec, num_layers=min(MAX_LAYERS, spec.num_layers))
 
 
 @dataclass(frozen=True)

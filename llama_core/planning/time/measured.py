@@ -37,13 +37,9 @@ class MeasuredTimes:
         lookup: what was measured.
     """
 
-    launch_seconds = 0.0  # every measured time has its own
-
     def __init__(self, work: Work, lookup: Lookup) -> None:
         self.work = work
         self.lookup = lookup
-        self.added_share = 0.0 if work.plan.uses_fully_shard else 1 - 1 / work.plan.num_microbatches
-        self.compiles = work.plan.compile
 
     def forward(self, program: Program, operation: Operation) -> float:
         """Return the time of an operation's forward."""
