@@ -125,6 +125,8 @@ def skeleton(svg):
     text = re.sub(r"in the (forward|backward|optimizer)", "in a phase", text)
     text = re.sub(r"\d[\d.,]*( ?([KMGT]i?B|[KMBT]|TFLOP)\b)?", "#", text)
     text = re.sub(r"(# (d|h|min) )+#", "#", text)
+    # other programs may have the cores while steps are timed
+    text = re.sub(r"# tokens/s in the median of # training steps note .*?; they reached ", "", text)
     step = r"train step #/# loss # (held-out loss # (after step # )?)?# tokens/s peak # (about # (s|min) left )?"
     return re.sub(f"({step})+", "train ... ", text)
 
