@@ -21,10 +21,13 @@ from threading import Event, Thread
 
 LOOK_SECONDS = 0.5
 """How often ``sleeping_beside_others`` looks."""
-WAITED_SHARE = 0.1
-"""Share of the time for which threads waited for a core, above which others have it. On an idle machine it is 0.01."""
+WAITED_SHARE = 0.25
+"""Seconds per second for which threads waited for a core, above which others have it. On two idle cores it is up to
+0.1, because the process has more threads than those that compute; beside a program that takes one of them, 0.5 to 1.
+Sleeping without need costs 40 % of a small model's rate."""
+SHORTEST_SLEEP_SECONDS = 2.0
+"""How long threads sleep before they try to spin again: twice as long each time that others are back sooner than that."""
 LONGEST_SLEEP_SECONDS = 60.0
-"""Longest time after which threads try to spin again. Where that proves too early, it lasts twice as long next time."""
 
 _MAPS = Path("/proc/self/maps")
 _THREADS = Path("/proc/self/task")
@@ -70,14 +73,13 @@ def sleeping_beside_others() -> Iterator[None]:
 
 def _watch(openmp: ctypes.CDLL, ended: Event) -> None:
     """Look for others on the cores until the end, and let threads sleep while there are some."""
-    patience = 2.0  # doubled whenever spinning again was too early
+    slept = 0.0
     spun_since = time.monotonic()
     while not _waits_until_disturbed(ended):
-        if time.monotonic() - spun_since > LONGEST_SLEEP_SECONDS:  # others had gone for a while
-            patience = 2.0
+        others_had_gone = time.monotonic() - spun_since > slept
+        slept = SHORTEST_SLEEP_SECONDS if others_had_gone else min(2 * slept, LONGEST_SLEEP_SECONDS)
         with _threads_asleep(openmp):
-            ended.wait(patience)
-        patience = min(2 * patience, LONGEST_SLEEP_SECONDS)
+            ended.wait(slept)
         spun_since = time.monotonic()
 
 
