@@ -15,10 +15,17 @@ from llama_core.launch.attempts import log_path, read_rank_exits
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.local import LocalJobHandle
 from llama_core.launch.rank.children import companion
-from llama_core.launch.rank.supervisor import MALLOC_TUNABLES, Supervisor, cuda_defaults, worker_environment
+from llama_core.launch.rank.supervisor import (
+    KERNEL_CACHES,
+    MALLOC_TUNABLES,
+    Supervisor,
+    cuda_defaults,
+    worker_environment,
+)
 from llama_core.launch.rank.surroundings import BelowSubmitit
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.machine.detect import available_cores
+from llama_core.planning.memory.process import KERNELS_KEPT
 from llama_core.records.files import read_json, write_json
 from llama_core.records.job import JobRecord
 
@@ -58,13 +65,18 @@ def test_only_cpu_ranks_get_the_allocator_settings():
     assert "GLIBC_TUNABLES" not in environment({}, "cuda")
 
 
+def test_ranks_on_a_cpu_keep_no_more_kernels_than_their_memory_is_estimated_with():
+    assert [environment({})[name] for name in KERNEL_CACHES] == [str(KERNELS_KEPT)] * 2
+    assert not set(KERNEL_CACHES) & set(environment({}, "cuda"))
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_compiled_code_is_kept_where_no_other_user_can_put_some(device, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert tmp_path in Path(environment({}, device)["TORCHINDUCTOR_CACHE_DIR"]).parents
 
 
-@pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"])
+@pytest.mark.parametrize("variable", ["GLIBC_TUNABLES", "LRU_CACHE_CAPACITY", "OMP_NUM_THREADS", "PYTHONUNBUFFERED"])
 def test_a_variable_the_user_has_set_is_kept(variable):
     assert environment({variable: "mine"})[variable] == "mine"
 

@@ -6,7 +6,7 @@ from llama_core.chain.planned import planned_as
 from llama_core.config.run import RunConfig
 from llama_core.machine.detect import Machine
 from llama_core.planning.memory.host import COMPILERS_BYTES, CUDA_PROCESS_BYTES, host_memory
-from llama_core.planning.memory.process import DEFAULT_PROCESS
+from llama_core.planning.memory.process import DEFAULT_PROCESS, KERNELS_KEPT
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.planning.plan import ParallelPlan
@@ -108,6 +108,15 @@ def test_kernels_on_a_cpu_are_kept_for_each_shape_of_matrix_and_length_of_keys_b
     shapes = len(set(config("model=tiny_llama3_50m").spec.matrix_shapes.values()))
     assert short == (6 * shapes + 14 + 10) * DEFAULT_PROCESS.kernel_bytes
     assert long - short == 7 * 10 * DEFAULT_PROCESS.kernel_bytes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["strategy=moe"], ["training.seq_len=65536", "architecture.max_context=65536"]],
+    ids=["experts", "long"],
+)
+def test_no_more_kernels_are_kept_than_the_libraries_may_keep(settings):
+    assert on_cpu(*settings).kernels_bytes == 2 * KERNELS_KEPT * DEFAULT_PROCESS.kernel_bytes
 
 
 def test_a_process_that_was_measured_replaces_the_default_one_and_is_recorded():

@@ -40,6 +40,7 @@ from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.detect import available_cores
 from llama_core.machine.toolchain import COMPILE_WORKERS
+from llama_core.planning.memory.process import KERNELS_KEPT
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import cache_directory, now, read_typed
 from llama_core.records.job import JobRecord
@@ -52,6 +53,9 @@ FORWARDED_SIGNALS = (*HELD_SIGNALS, signal.SIGCONT)
 
 MALLOC_TUNABLES = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**62}:glibc.malloc.hugetlb=1"
 """Keep freed memory in the process: glibc otherwise maps every large tensor anew, page fault by page fault."""
+
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""The limits of oneDNN and of torch to the kernels that they keep, one for each size of product in half precision."""
 
 JOB_RECORD_SECONDS = 120
 """How long a rank waits for its job to be recorded; a shared file system may show a new file after a minute."""
@@ -156,8 +160,10 @@ def worker_environment(
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor" / host),
         "TRITON_CACHE_DIR": str(cache / "triton" / host),
     }
-    if device == "cpu" and platform.libc_ver()[0] == "glibc":
-        defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
+    if device == "cpu":
+        defaults |= dict.fromkeys(KERNEL_CACHES, str(KERNELS_KEPT))
+        if platform.libc_ver()[0] == "glibc":
+            defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
     if device == "cuda":
         own = cuda_defaults(run_dir, cores)
         defaults |= {name: value for name, value in own.items() if _OLD_NAMES.get(name) not in base}

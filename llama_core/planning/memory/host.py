@@ -26,7 +26,7 @@ from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.run import RunConfig
 from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.planning.before import forwards_before_step
-from llama_core.planning.memory.process import DEFAULT_PROCESS, ProcessMemory
+from llama_core.planning.memory.process import DEFAULT_PROCESS, KERNELS_KEPT, ProcessMemory
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
@@ -194,14 +194,18 @@ def host_memory(config: RunConfig, plan: ParallelPlan, process: ProcessMemory = 
 def _kernels(config: RunConfig, process: ProcessMemory) -> int:
     """Return what oneDNN keeps of its kernels on a rank.
 
-    It prepares a kernel for each product of other sizes; oneDNN and torch both keep what they made for it. Products in
-    fp32 are MKL's, which keeps nothing.
+    It prepares a kernel for each product of other sizes; oneDNN and torch both keep what they made for it, up to their
+    limit. Experts reach it, because the rows of each differ from step to step. Products in fp32 are MKL's, which keeps
+    nothing.
     """
     if itemsize_of(config.training.precision) == FP32_BYTES:
         return 0
+    most = 2 * KERNELS_KEPT
+    if config.spec.moe is not None:
+        return most * process.kernel_bytes
     of_layers = len(set(config.spec.matrix_shapes.values())) * KERNELS_PER_MATRIX
     of_attention = ceil(config.seq_len / ATTENTION_BLOCK) * KERNELS_PER_BLOCK
-    return (of_layers + KERNELS_OF_HEAD + of_attention) * process.kernel_bytes
+    return min(most, of_layers + KERNELS_OF_HEAD + of_attention) * process.kernel_bytes
 
 
 def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:
