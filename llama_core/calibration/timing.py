@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ class Timed:
     """Seconds of an operation."""
 
     seconds: float
-    """The median of the faster half: what disturbs a machine only ever makes it slower."""
+    """As ``typical``."""
     spread: float
     """The difference of the quartiles over the median."""
 
@@ -58,7 +58,7 @@ def measure(
 
 def time_passes(prepared: Prepared, device: torch.device) -> list[Timed]:
     """Return the time of a forward and, if it has gradients, of its backward."""
-    clock = _clock(device)
+    clock = clock_of(device)
     forwards: list[float] = []
     backwards: list[float] = []
     gradient = None
@@ -88,13 +88,17 @@ def time_passes(prepared: Prepared, device: torch.device) -> list[Timed]:
 
 def _timed(seconds: list[float]) -> Timed:
     ordered = sorted(seconds)
-    faster = ordered[: len(ordered) // 2 + 1]
-    middle = statistics.median(faster)
     spread = (ordered[3 * len(ordered) // 4] - ordered[len(ordered) // 4]) / statistics.median(ordered)
-    return Timed(middle, spread)
+    return Timed(typical(seconds), spread)
 
 
-def _clock(device: torch.device) -> Callable[[], float]:
+def typical(seconds: Sequence[float]) -> float:
+    """Return the median of the faster half: what disturbs a machine only ever makes it slower."""
+    return statistics.median(sorted(seconds)[: len(seconds) // 2 + 1])
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return what tells the time, in seconds, at which a device has done all that it was given."""
     if device.type != "cuda":
         return time.perf_counter
 

@@ -1,24 +1,29 @@
-"""Whole blocks of a model and its two ends, timed as training runs them.
+"""The layers of a model and its two ends, timed in the steps of a model that has only some of the layers.
 
 What they take over the sum of their operations, each measured alone, is what no operation shows: caches that other
-operations have used, and Python between them.
+operations have used, and Python between them. Whole steps, because an operation that is repeated finds its weights in
+the caches, where a step would have to read them.
 """
 
+import time
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llama_core.calibration.operations import Prepared
-from llama_core.calibration.timing import time_passes
+from llama_core.calibration.timing import clock_of, typical
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch
-from llama_core.models.layers import rotation
 from llama_core.models.llama import Llama
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.asked import shortened
 from llama_core.planning.time.kernels import Pass
-from llama_core.training.engine import build_model
+from llama_core.training.engine import NativeEngine, build_model
+from llama_core.training.optimizer import build_optimizer
+
+MIN_STEPS = 6
+MAX_SECONDS = 4.0
+"""Steps are taken until there are ``MIN_STEPS`` after the first, but no longer than this if there are two."""
 
 
 class WholePasses(NamedTuple):
@@ -38,57 +43,68 @@ def time_whole(config: RunConfig, rows: int, device: torch.device) -> WholePasse
         rows: rows of a forward.
         device: where they are computed.
     """
-    plan = ParallelPlan(microbatch_size=rows)
-    parallel = build_model(config, plan, device, spec=shortened(config.spec)).materialize()
-    parallel.initialize_weights(0)
-    model = parallel.model
-    shape_BS = rows, config.seq_len
-    tokens_BS = torch.randint(0, config.spec.vocab_size, shape_BS, device=device)
-    positions_BS = torch.arange(config.seq_len, device=device).expand(shape_BS)
+    parallel = build_model(config, ParallelPlan(microbatch_size=rows), device, spec=shortened(config.spec))
+    parallel.materialize().initialize_weights(0)
+    engine = NativeEngine(parallel, build_optimizer(parallel.model, training=config.training))
+    tokens_BS = torch.randint(0, config.spec.vocab_size, (rows, config.seq_len), device=device)
+    positions_BS = torch.arange(config.seq_len, device=device).expand(rows, config.seq_len)
     batch = Batch(tokens_BS, tokens_BS.roll(-1, 1), positions_BS)
-    return WholePasses(_layers(model, batch, device), _ends(model, batch, device))
+    clock = _PartsClock(parallel.model, device)
+    began = time.perf_counter()
+    while True:
+        clock.begin()
+        out = parallel.model(tokens_BS, batch)
+        clock.mark("forward")
+        torch.autograd.backward(out, torch.ones_like(out))
+        clock.mark("backward")
+        engine.update(
+            out.detach().sum(), learning_rate=1e-6, max_grad_norm=1.0, loss_scale=1.0, on_phase=lambda phase: None
+        )
+        steps = len(clock.steps) - 1  # the first one sets up the kernels
+        if steps >= MIN_STEPS or (steps >= 2 and time.perf_counter() - began > MAX_SECONDS):
+            return clock.passes()
 
 
-def _layers(model: Llama, batch: Batch, device: torch.device) -> Pass:
-    assert batch.positions_BS is not None
-    shape_BSD = (*batch.tokens_BS.shape, model.spec.hidden_size)
-    x_BSD = torch.randn(shape_BSD, device=device).to(model.compute_dtype).requires_grad_()
-    rotary = rotation(model.spec, batch.positions_BS)
-    places_S = model.sequence_index(shape_BSD[1], device)
-    total = Pass(0.0, 0.0)
-    for number, layer in model.layers.items():
-        window = model.spec.attention(int(number)).window
-        mask = model.attention_mask(batch.positions_BS, places_S, model.compute_dtype, None, window)
+class _PartsClock:
+    """When a step enters and leaves the layers of a model, forwards and backwards."""
 
-        def run(layer: torch.nn.Module = layer, mask: Tensor | None = mask) -> Tensor:
-            out: Tensor = layer(x_BSD, rotary, mask)
-            return out
+    def __init__(self, model: Llama, device: torch.device) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._clock = clock_of(device)
+        first, *_, last = [*model.layers.values()] * 2
+        first.register_forward_pre_hook(self._enter)
+        last.register_forward_hook(self._leave)
 
-        total = total.plus(_time(Prepared(run, (x_BSD, *_trained(layer))), device))
-    return total
+    def begin(self) -> None:
+        """Begin a step."""
+        self.steps.append({})
+        self.mark("begin")
 
+    def mark(self, name: str) -> None:
+        """Note the time under a name."""
+        self.steps[-1][name] = self._clock()
 
-def _ends(model: Llama, batch: Batch, device: torch.device) -> Pass:
-    ends = [part for part in (model.tok_embeddings, model.norm, model.output) if part is not None]
-    inputs = [weight for part in ends for weight in _trained(part)]
-    if not inputs:  # with adapters, the ends are frozen, and the gradient ends at the last layer
-        x_BSD = torch.randn(*batch.tokens_BS.shape, model.spec.hidden_size, device=device)
-        x_BSD = x_BSD.to(model.compute_dtype).requires_grad_()
-        assert model.norm is not None
-        norm = model.norm
-        return _time(Prepared(lambda: model.head(norm(x_BSD), batch), (x_BSD,)), device)
+    def _enter(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.mark("layers")
+        if inputs[0].requires_grad:  # not with adapters, where the backward ends in the layers
+            inputs[0].register_hook(lambda grad: self.mark("embedding's backward"))
 
-    def run() -> Tensor:
-        assert model.norm is not None
-        return model.head(model.norm(model.run_layers(batch.tokens_BS, batch, range(0))), batch)
+    def _leave(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
+        self.mark("head")
+        out.register_hook(lambda grad: self.mark("layers' backward"))
 
-    return _time(Prepared(run, inputs), device)
+    def passes(self) -> WholePasses:
+        """Return the typical seconds of the layers and of the ends."""
+        steps = [{"embedding's backward": step["backward"], **step} for step in self.steps[1:]]
 
+        def seconds(since: str, until: str) -> float:
+            return typical([step[until] - step[since] for step in steps])
 
-def _trained(module: torch.nn.Module) -> list[Tensor]:
-    return [weight for weight in module.parameters() if weight.requires_grad]
-
-
-def _time(prepared: Prepared, device: torch.device) -> Pass:
-    forward, backward = time_passes(prepared, device)
-    return Pass(forward.seconds, backward.seconds)
+        layers = Pass(seconds("layers", "head"), seconds("layers' backward", "embedding's backward"))
+        return WholePasses(
+            layers,
+            Pass(
+                seconds("begin", "layers") + seconds("head", "forward"),
+                seconds("forward", "layers' backward") + seconds("embedding's backward", "backward"),
+            ),
+        )
