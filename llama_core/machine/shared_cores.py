@@ -26,7 +26,7 @@ WAITED_SHARE = 0.25
 0.1, because the process has more threads than those that compute; beside a program that takes one of them, 0.5 to 1.
 Sleeping without need costs 40 % of a small model's rate."""
 SHORTEST_SLEEP_SECONDS = 2.0
-"""How long threads sleep before they try to spin again: twice as long each time that others are back sooner than that."""
+"""How long threads sleep before they try to spin again: twice as long whenever others come back sooner than that."""
 LONGEST_SLEEP_SECONDS = 60.0
 
 _MAPS = Path("/proc/self/maps")

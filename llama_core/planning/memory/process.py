@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from llama_core.units import MIB
 
 KERNELS_KEPT = 256
-"""Most kernels that oneDNN keeps in a rank's process on the CPU, and torch beside it (``launch.rank.supervisor``). Their
-own limit, 1024, is reached where sizes differ in every step, and is then 0.5 GiB. Dense layers and attention need more
-than 256 from 10,000 tokens a row on, where making a kernel again is no cost beside its product."""
+"""Most kernels that oneDNN keeps in a rank's process on the CPU, and torch beside it (``launch.rank.supervisor``).
+
+Their own limit, 1024, is reached where sizes differ in every step, and is then 0.5 GiB. Dense layers and attention need
+more than 256 from 10,000 tokens a row on, where making a kernel again is no cost beside its product.
+"""
 
 
 @dataclass(frozen=True)
