@@ -74,6 +74,7 @@ FLAGS = (
     Flag("--gradient-compression", "parallel.gradient_compression", "powersgd", constant="bf16"),
     Flag("--device", "launch.device", "cpu", is_common=True),
     Flag("--gpu-type", "launch.gpu_type", "a100_80gb"),
+    Flag("--machine-profile", "launch.machine_profile", "profiles/h100.json"),
     Flag("--price", "launch.dollars_per_gpu_hour", "3.20"),
     Flag("--nodes", "launch.nodes", "2"),
     Flag("--min-nodes", "launch.min_nodes", "1"),

@@ -105,6 +105,15 @@ def print_choice(planned: "PlannedRun") -> None:
         print_line()
 
 
+def print_rates(planned: "PlannedRun") -> None:
+    """Print where the times are from, and why a profile is not used."""
+    known = planned.device
+    if known.spec is not None:
+        print_line(f"rates: {known.source}")
+    if known.note:
+        print_line(f"note: {known.note}")
+
+
 def print_cost(planned: "PlannedRun", cost: "Cost | None") -> None:
     """Print how long the run takes and what it costs, or what a billion tokens cost if its length is unknown."""
     if cost is not None:
@@ -131,6 +140,8 @@ def print_comparison(comparison: "Comparison") -> None:
         if row.status == "finished":
             told = f"{row.plan} on {row.device}" + (f" ({row.reason})" if row.reason else "")
         print_line(f"{values}{row.how:<11}{rate:>12}{step:>10}{mfu:>8}{memory:>13}  {told}")
+    for line in comparison.rates():
+        print_line(line)
 
 
 def print_diagnosis(diagnosis: "Diagnosis") -> None:

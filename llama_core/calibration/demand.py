@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import starmap
 
+from llama_core.calibration.lookup import KnownDevice, gpu_for, named_profile
 from llama_core.calibration.profile import MachineProfile, own_profile_path, read_profile, write_profile
 from llama_core.calibration.ranks import measure_on_ranks
 from llama_core.config.hardware import DeviceSpec
@@ -36,29 +37,68 @@ def known_profile(tell: Callable[[str], None] = lambda text: None) -> MachinePro
         tell(str(error))
         return fresh
     if misfit := profile.misfit(fresh):
-        tell(f"the machine's profile {path} is not used: {misfit}; 'training-infra calibrate' measures it again")
+        tell(f"the profile {path} is not used: {misfit}; 'training-infra calibrate' measures it again")
         return fresh
     return profile
+
+
+def device_for(config: RunConfig, plan: ParallelPlan | None = None, *, may_measure: bool = False) -> KnownDevice:
+    """Return the device that a run is planned for, with the rates that are known best, and where they are from.
+
+    The profile that ``launch.machine_profile`` names comes first, then one in the cache that fits, then the data sheet.
+
+    Args:
+        config: the resolved configuration.
+        plan: its plan; a processor's times are known only for one.
+        may_measure: see ``measured_cpu``.
+
+    Raises:
+        ConfigError: if the named profile is missing, damaged, or of something else; the message is one line.
+        TrainingFailedError: if a measurement fails.
+    """
+    if config.launch.device != "cpu":
+        return gpu_for(config.launch)
+    notes: list[str] = []
+    is_foreign = False
+    spec = None
+    if plan is not None and _is_measurable(config, plan):
+        found = named_profile(config.launch, "cpu", None, notes.append)
+        is_foreign = found is not None and found.is_foreign
+        spec = measured_cpu(config, plan, may_measure=may_measure, tell=notes.append)
+    return KnownDevice(spec, is_foreign, "; ".join(dict.fromkeys(notes)))
+
+
+def _is_measurable(config: RunConfig, plan: ParallelPlan) -> bool:
+    """Return whether calibration measures the operations that a plan runs on a processor."""
+    return not plan.compile and plan.zero_backend != "deepspeed" and config.training.precision not in {"fp16", "fp8"}
 
 
 def measured_cpu(
     config: RunConfig, plan: ParallelPlan, *, may_measure: bool, tell: Callable[[str], None] = lambda text: None
 ) -> DeviceSpec | None:
-    """Return this machine's processor with the times that a step of a run asks for, measured now or earlier.
+    """Return a processor with the times that a step of a run asks for, measured now or earlier.
 
     Args:
-        config: the resolved configuration of a run on this machine.
+        config: the resolved configuration of a run.
         plan: its plan.
-        may_measure: whether to measure what the profile does not know, which takes seconds. Otherwise what
-            ``calibrate`` measured answers; None if that was not done.
+        may_measure: whether to measure what this machine's profile does not know, which takes seconds. Otherwise what
+            ``calibrate`` measured answers; None if that was not done. A profile that the user names answers as it is.
         tell: called with a line that says why a profile is not used.
 
     Raises:
+        ConfigError: as ``device_for``.
         TrainingFailedError: if a measurement fails.
     """
-    profile = known_profile(tell)
+    found = named_profile(config.launch, "cpu", None, tell)
+    if found is None and not config.launch.is_here:  # this machine's profile tells nothing of its nodes
+        return None
+    profile = known_profile(tell) if found is None else found.profile
+    told_by = profile.told_by if found is None else found.told_by
+    may_measure = may_measure and found is None
     num_ranks = node_size(config, plan.world_size)
     if not may_measure and num_ranks not in profile.rates:
+        if found is not None:
+            tell(f"{found.path} has no times of {num_ranks} ranks that compute at once; 'calibrate --ranks' adds them")
         return None
     work = Work.of(config, plan)
     undivided = _undivided(work)
@@ -69,11 +109,13 @@ def measured_cpu(
         profile = _measured(profile, num_ranks, config, undivided, list(asked), name=name)
     rates = profile.rates[num_ranks]
     if any(rates.seconds(*question) is None for question in asked):
+        if found is not None:
+            tell(f"{found.path} does not have all operations of this plan; 'calibrate' adds them")
         return None
     if name in profile.whole:
         layers_share, ends_share = profile.whole[name]
         rates = replace(rates, layers_share=layers_share, ends_share=ends_share)
-    return replace(profile, rates={num_ranks: rates}).cpu(num_ranks)
+    return replace(replace(profile, rates={num_ranks: rates}).cpu(num_ranks), source=told_by)
 
 
 def _measured(

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 
-from llama_core.calibration.demand import measured_cpu
-from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.calibration.demand import device_for
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
-from llama_core.errors import TrainingInfraError
+from llama_core.errors import ConfigError, TrainingInfraError
 from llama_core.imports import importing_torch
 from llama_core.planning.before import forwards_before_run, forwards_before_step, spec_before_run
 from llama_core.planning.plan import ParallelPlan
@@ -86,19 +85,39 @@ def pace_here(
         tell: called with a line that says why the profile is not used.
     """
     rough = rough_pace(config, plan, _rate_here(config.training.precision))
-    if plan.compile or plan.zero_backend == "deepspeed" or config.training.precision in {"fp16", "fp8"}:
-        return rough
     steps = config.training.steps or LONG_RUN_SECONDS
     is_worth_it = may_measure and rough.seconds * steps >= WORTH_MEASURING_SECONDS > rough.seconds
     try:
-        device = measured_cpu(config, plan, may_measure=is_worth_it, tell=tell)
+        return measured_pace(config, plan, may_measure=is_worth_it, tell=tell) or rough
+    except ConfigError:  # the profile that the user names
+        raise
     except (TrainingInfraError, OSError):  # the run itself says what is wrong with this machine
         return rough
-    if device is None:
-        return rough
-    step = step_time_of(config, plan, device)
+
+
+def measured_pace(
+    config: RunConfig, plan: ParallelPlan, *, may_measure: bool = False, tell: Callable[[str], None] = lambda text: None
+) -> Pace | None:
+    """Return the pace of a run on a CPU from the times of its operations; None if they were not measured.
+
+    Args:
+        config: the resolved configuration.
+        plan: its plan.
+        may_measure: whether to measure them now, for some seconds.
+        tell: called with a line that says why a profile is not used.
+
+    Raises:
+        ConfigError: if the profile that the user names cannot be used.
+        TrainingFailedError: if a measurement fails.
+    """
+    known = device_for(config, plan, may_measure=may_measure)
+    if known.note:
+        tell(known.note)
+    if known.spec is None:
+        return None
+    step = step_time_of(config, plan, known.spec)
     parts: dict[str, float] = {str(part): seconds for part, seconds in step.parts.items()}
-    return Pace(step.total, rough.flops, f"from operations {device.source}", parts)
+    return Pace(step.total, _step_flops(config, plan), f"from operations {known.source}", parts)
 
 
 def expected_time(run: RunDirectory) -> str:
@@ -133,7 +152,14 @@ def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
         return num_forwards * num_tokens
 
 
-def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | None, reference_tokens: float = 0) -> str:
+def expected_here(
+    config: RunConfig,
+    plan: ParallelPlan,
+    num_tokens: float | None,
+    reference_tokens: float = 0,
+    *,
+    may_be_rough: bool = True,
+) -> str:
     """Return how long a step and the run take on this machine's CPU; empty if the run would not compute there.
 
     Args:
@@ -141,12 +167,18 @@ def expected_here(config: RunConfig, plan: ParallelPlan, num_tokens: float | Non
         plan: its plan.
         num_tokens: tokens to train on; by default those of ``training.steps``.
         reference_tokens: tokens over which the reference of the objective is computed.
+        may_be_rough: whether to time matrix products, with torch, if no operations were measured; otherwise the answer
+            is then empty. A profile that the user names tells of the CPUs of other machines, too.
     """
-    if not _computes_here(config):
+    if config.launch.device != "cpu":
+        return ""
+    pace = pace_here(config, plan, may_measure=False) if _computes_here(config) and may_be_rough else None
+    pace = pace or measured_pace(config, plan)
+    if pace is None:
         return ""
     of_a_step = plan.batch_size * config.seq_len
     steps = config.training.steps if num_tokens is None else max(1, round(num_tokens / of_a_step))
-    return _told(config, plan, pace_here(config, plan, may_measure=False), steps, reference_tokens)
+    return _told(config, plan, pace, steps, reference_tokens)
 
 
 def _computes_here(config: RunConfig) -> bool:
@@ -234,17 +266,20 @@ def _step(run: RunDirectory) -> str:
             pace = _recorded_pace(run, config, plan)
         else:
             cores = plan.world_size * config.launch.request.cores_of_a_rank("cpu")
-            pace = rough_pace(config, plan, cores * CORE_RATE)
+            pace = measured_pace(config, plan) or rough_pace(config, plan, cores * CORE_RATE)
         roughly = "roughly" if pace.is_rough else "about"
         before = _before_the_first(_reference_seconds(config, reference_tokens, pace))
         return f"a step of {pace.flops / TFLOP:.3g} TFLOP takes {roughly} {format_duration(pace.seconds)}{before}"
-    device = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+    known = device_for(config)
+    device = known.spec
+    assert device is not None  # a GPU has a data sheet
     took = step_time_of(config, plan, device)
     before = ""
     if reference_tokens:
         before = _before_the_first(forward_time_of(config, plan, device, reference_tokens))
     compiles = ", and the first compiles the blocks" if plan.compile else ""
-    return f"about {format_duration(took.total)} a step on {device.label}{before}{compiles}"
+    took_and_before = f"about {format_duration(took.total)} a step on {device.label}{before}{compiles}"
+    return f"{took_and_before} (rates: {known.source})"
 
 
 def _before_the_first(reference_seconds: float) -> str:

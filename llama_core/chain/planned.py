@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from llama_core.calibration.demand import device_for
+from llama_core.calibration.lookup import KnownDevice, gpu_type_named
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, DeviceSpec, gpu_spec
 from llama_core.config.overrides import Override
 from llama_core.config.run import RunConfig
@@ -42,17 +44,35 @@ class PlannedRun:
 
     @cached_property
     def step(self) -> StepTime | None:
-        """The time of one optimizer step on GPUs; None for the CPU, and for a plan that does not fit."""
-        config = self.config
+        """The time of one optimizer step; None for a CPU that was not measured, and for a plan that does not fit."""
         if self.choice is not None:
             return self.choice.step
-        if config.launch.device == "cpu" or not self.estimate.fits:
+        device = self.device.spec
+        if device is None or not self.estimate.fits:
             return None
-        return step_time_of(config, self.plan, self._gpu)
+        return step_time_of(self.config, self.plan, device)
+
+    @cached_property
+    def device(self) -> KnownDevice:
+        """The device that the run is planned for, with the rates that times follow from."""
+        return device_for(self.config, self.plan)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it has a price, and a peak rate to compare with."""
+        return self.config.launch.device != "cpu"
 
     @property
     def _gpu(self) -> DeviceSpec:
-        return gpu_spec(self.config.launch.gpu_type or DEFAULT_GPU_TYPE)
+        assert self.device.spec is not None  # a GPU has a data sheet
+        return self.device.spec
+
+    def step_record(self) -> dict[str, Any] | None:
+        """Return the time of a step as a record; None if it is unknown. A CPU has no peak that a share could be of."""
+        if self.step is None:
+            return None
+        record = self.step.as_dict()
+        return record if self.is_on_gpu else record | {"mfu": None}
 
     def cost(self, tokens: float | None = None, data: DataCheck | None = None) -> Cost | None:
         """Return the time and the price of the run; None if its length or the time of a step is unknown.
@@ -62,14 +82,14 @@ class PlannedRun:
             data: the check of the data.
         """
         num_tokens, told_by = self.length(tokens, data)
-        if num_tokens is None or self.step is None:
+        if num_tokens is None or self.step is None or not self.is_on_gpu:
             return None
         return self._cost_of(self.step, num_tokens, told_by, self.reference_tokens(data))
 
     @property
     def cost_for_scale(self) -> Cost | None:
         """The time and the price of a billion tokens; None if the time of a step is unknown."""
-        if self.step is None:
+        if self.step is None or not self.is_on_gpu:
             return None
         return self._cost_of(self.step, BILLION, "for scale", self.reference_tokens(None))
 
@@ -156,12 +176,13 @@ def plan_for_gpu(config: RunConfig) -> PlannedRun:
     # Every GPU in the hardware table computes bf16 natively.
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     here = machine.gpu_type
-    gpu_type = config.launch.gpu_type or (here.name if here else DEFAULT_GPU_TYPE)
-    choices = (
-        ()
-        if config.launch.gpu_type
-        else (f"launch.gpu_type={gpu_type} ({'the device here' if here else 'no device here'})",)
-    )
+    gpu_type = config.launch.gpu_type
+    choices: tuple[str, ...] = ()
+    if gpu_type is None:
+        named = gpu_type_named(config.launch)
+        gpu_type = named or (here.name if here else DEFAULT_GPU_TYPE)
+        why = "the device here" if here else "no device here"
+        choices = (f"launch.gpu_type={gpu_type} ({'that of the profile' if named else why})",)
     return planned_as(
         with_keys(config, launch={"device": "cuda", "gpu_type": gpu_type}, training={"precision": precision}),
         machine,
@@ -197,7 +218,8 @@ def planned_as(
         label, whole = node or ("this machine's memory", machine.memory_bytes)
         usable = whole * config.num_nodes // config.parallel.gpus
     else:
-        gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+        gpu = device_for(config).spec
+        assert gpu is not None  # a GPU has a data sheet
         label = gpu.label
         usable = gpu.usable_bytes
     choice = None

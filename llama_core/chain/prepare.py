@@ -435,4 +435,7 @@ def _seen_from_anywhere(config: RunConfig) -> RunConfig:
         "data": {name: with_paths(source, absolute) for name, source in asked.data.items()},
         "include_path": folder,
     }
-    return with_keys(config.self_contained(), data=data, training=training, evaluation=evaluation)
+    profile = config.launch.machine_profile
+    launch = {"machine_profile": None if profile is None else absolute(profile)}
+    sections = {"data": data, "training": training, "evaluation": evaluation, "launch": launch}
+    return with_keys(config.self_contained(), **sections)

@@ -76,6 +76,8 @@ class Preview:
             "dry_run": self.rehearsed and self.rehearsed.as_dict(),
             "config": self.planned.config.model_dump(mode="json"),
             "plan": self.planned.plan.as_dict(),
+            "step": self.planned.step_record(),
+            "rates": self.planned.device.as_dict(),
             "cost": self.cost and self.cost.as_dict(),
             "fits": self.verdict.fits,
             "notes": list(self.notes),

@@ -555,6 +555,9 @@ class LaunchConfig(Section):
     """cpu or cuda; auto: cuda if present, else cpu for a run on one device."""
     gpu_type: str | None = None
     """GPU to plan for, such as h100, h200 or A100-SXM4-80GB; default: the one present, else h100."""
+    machine_profile: str | None = None
+    """Profile of `training-infra calibrate`, or a folder of them, whose measured rates predict times; default: the one
+    in the cache if it fits, else the data sheet."""
     dollars_per_gpu_hour: float = Field(2.5, ge=0)
     """Price of one GPU for an hour, for the cost of a plan; set your own: prices differ by a factor of three."""
     nodes: int | None = Field(None, ge=1)

@@ -15,6 +15,7 @@ from llama_core.errors import ConfigError, EnvironmentMismatchError, PlanError, 
 from llama_core.launch.outcome import read_outcome
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.cost import BILLION
+from llama_core.planning.time.step_time import StepTime
 from llama_core.runs.loading import load_plan
 from llama_core.sweep import steps as sweeps
 from llama_core.sweep.chain import SweepSteps, run_sweep
@@ -49,6 +50,9 @@ class ComparisonRow:
     """Peak of the fullest device."""
     dollars_per_billion_tokens: float | None = None
     """What a billion tokens cost at ``launch.dollars_per_gpu_hour``; None for a measured element."""
+    rates: Mapping[str, Any] | None = None
+    """Where the rates of a predicted element's device are from, as ``KnownDevice.as_dict`` says it; None for a measured
+    one, and for one without a plan."""
     parallel_plan: ParallelPlan | None = None
     """The plan itself, of a predicted element; not part of the record."""
 
@@ -84,6 +88,15 @@ class Comparison:
         return (
             f"{names[first]}: {known[first]:,.0f} tokens/s predicted, {ahead:.1%} more than the next ({names[second]})"
         )
+
+    def rates(self) -> list[str]:
+        """Return where the predictions are from: a line for each source, and for each profile that is not used."""
+        lines: dict[str, None] = {}
+        for told in (row.rates for row in self.rows if row.rates is not None):
+            lines[f"rates: {told['source']}"] = None
+            if told["note"]:
+                lines[f"note: {told['note']}"] = None
+        return list(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as a record."""
@@ -175,11 +188,19 @@ def _predicted(element: Element, planned: PlannedRun) -> ComparisonRow:
         planned.plan.summary(),
         step_seconds=step.total if step else None,
         tokens_per_second=step.tokens_per_second if step else None,
-        mfu=step.mfu if step else None,
+        mfu=step.mfu if step and planned.is_on_gpu else None,
         memory_bytes=estimate.profile.peak_bytes,
-        dollars_per_billion_tokens=step.price(BILLION, planned.config.launch.dollars_per_gpu_hour) if step else None,
+        dollars_per_billion_tokens=_price(planned, step),
+        rates=planned.device.as_dict(),
         parallel_plan=planned.plan,
     )
+
+
+def _price(planned: PlannedRun, step: StepTime | None) -> float | None:
+    """Return what a billion tokens cost; None if that is unknown, and on a CPU, which has no price."""
+    if step is None or not planned.is_on_gpu:
+        return None
+    return step.price(BILLION, planned.config.launch.dollars_per_gpu_hour)
 
 
 def _measured(sweep: SweepDirectory) -> list[ComparisonRow]:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
-from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.calibration.demand import device_for
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError, TrainingInfraError
 from llama_core.planning.plan import ParallelPlan
@@ -90,7 +90,8 @@ def predicted_timeline(contents: RunContents, schedule: Schedule) -> Timeline | 
         config = RunConfig.from_mapping(contents.config or {})
         if plan is None or config.launch.device != "cuda":
             return None
-        gpu = gpu_spec(config.launch.gpu_type or DEFAULT_GPU_TYPE)
+        gpu = device_for(config).spec
+        assert gpu is not None  # a GPU has a data sheet
         parts = StepParts(Work.of(config, plan), gpu)
         passes = parts.passes()
     except TrainingInfraError:  # the configuration of another version

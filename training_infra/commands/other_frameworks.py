@@ -74,6 +74,11 @@ def _asked(options: argparse.Namespace) -> "tuple[ReadJob, str, float]":
         raise ConfigError("--from-torchtitan and --from-megatron exclude each other; give one file")
     if not files:
         planned = plan_for_gpu(requested_config(options))
+        if planned.config.launch.machine_profile is not None:
+            raise ConfigError(
+                f"--as {options.framework} has no use for launch.machine_profile: its efficiencies are fitted to data "
+                "sheets; leave it out"
+            )
         if planned.config.launch.device == "cpu":
             raise ConfigError(f"--as {options.framework} is about GPUs; leave --device cpu out")
         launch = planned.config.launch

@@ -19,8 +19,11 @@ from training_infra.tables import (
     print_plan,
     print_profile,
     print_ranks,
+    print_rates,
     print_variants,
 )
+
+_UNKNOWN_TIME = "unknown until something runs; dry-run with the same flags measures this CPU and predicts it"
 
 
 def _models(options: argparse.Namespace) -> None:
@@ -51,6 +54,7 @@ def _estimate_memory(options: argparse.Namespace) -> int:
     if other_frameworks.is_asked_for(options):
         return other_frameworks.estimate_as(options)
     from llama_core.chain.downloads import DOCUMENTS, resolve
+    from llama_core.chain.expected import expected_here
     from llama_core.chain.planned import plan_for_gpu
     from llama_core.data.check import check_data
 
@@ -71,15 +75,20 @@ def _estimate_memory(options: argparse.Namespace) -> int:
             "batch_size": planned.config.batch_size,
             "plan": planned.plan.as_dict(),
         }
-        print_json(choice | planned.estimate.as_dict() | resolved | {"cost": cost and cost.as_dict()})
+        times = {"step": planned.step_record(), "rates": planned.device.as_dict(), "cost": cost and cost.as_dict()}
+        print_json(choice | planned.estimate.as_dict() | resolved | times)
         return code
     print_plan(planned)
     print_profile(planned.estimate.profile)
     print_ranks(planned, planned.estimate.ranks)
     print_choice(planned)
+    print_rates(planned)
     print_cost(planned, cost)
-    if planned.step is None and planned.config.launch.device == "cpu":
-        print_line("time: unknown until something runs; dry-run with the same flags measures this CPU and predicts it")
+    if not planned.is_on_gpu:
+        num_tokens, _ = planned.length(options.tokens, checked)
+        reference_tokens = planned.reference_tokens(checked) or 0
+        told = expected_here(planned.config, planned.plan, num_tokens, reference_tokens, may_be_rough=False)
+        print_line(f"time: {told or _UNKNOWN_TIME}")
     print_line(planned.estimate.summary())
     print_host(planned.estimate)
     for note in (*asked.notes, *no_data, *planned.estimate.notes):
@@ -138,6 +147,7 @@ def rehearse(config: RunConfig, *, here: bool, parity: bool = False, tokens: flo
     if shown.parity is not None:
         print_line(f"parity:   {shown.parity.summary()}")
     print_host(shown.verdict)
+    print_rates(planned)
     print_cost(planned, shown.cost)
     if expected := shown.expected:
         print_line(f"expect:   {expected}")
