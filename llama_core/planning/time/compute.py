@@ -9,7 +9,7 @@ from llama_core.optimizers.traits import Trained
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.kernels import NO_TIME, Pass, ProgramTime, Rates
-from llama_core.planning.time.measured import MeasuredTimes
+from llama_core.planning.time.measured import MeasuredKernels, MeasuredTimes
 from llama_core.planning.work import Stage, Work
 
 MODEL_SHAPES = 0.9
@@ -45,7 +45,10 @@ class StageCompute:
         self.device = device
         self.measured_rates = device.rates(min(device.gpus_per_node, work.plan.world_size))
         self.measured = None
-        if self.measured_rates is not None:
+        self.kernels = None
+        if self.measured_rates is not None and device.is_gpu:
+            self.kernels = MeasuredKernels(self.work, self.measured_rates.seconds)
+        elif self.measured_rates is not None:
             self.measured = MeasuredTimes(self.work, self.measured_rates.seconds)
         peak = device.fp32_flops if work.precision == "fp32" else device.bf16_flops
         # cuDNN has no kernel for fp32, and blocks around a ring need the flash kernel's sums
@@ -78,7 +81,7 @@ class StageCompute:
 
     def attention(self) -> Pass:
         """Return the time of one layer's attention: its scores and their products with the values."""
-        return ProgramTime(self.work.layers[-1], self.rates, self.measured).attention()
+        return ProgramTime(self.work.layers[-1], self.rates, self.measured, self.kernels).attention()
 
     def embedding(self) -> Pass:
         """Return the time to look up every token, and to add their gradients to the table's."""
@@ -98,19 +101,24 @@ class StageCompute:
 
     def sum_of_operations(self, passes: Passes, mode: RecomputeMode = "none") -> Pass:
         """Return the time of the operations of a program, each as if it ran alone."""
-        return ProgramTime(passes, self.rates, self.measured).seconds(mode)
+        return ProgramTime(passes, self.rates, self.measured, self.kernels).seconds(mode)
 
     def optimizer(self, updated: Trained) -> float:
         """Return the time to clip and update parameters, and to cast them once."""
         num_parameters = sum(updated)
         if self.measured is not None:
             return self.measured.update(updated)
+        if self.kernels is not None:
+            seconds = self.kernels.update(updated)
+            if seconds is not None:
+                return seconds + self._casting_once(num_parameters)
         # the norm reads the gradient; clipping reads and writes it
         clipping = (1 + 2) * FP32_BYTES * num_parameters
-        seconds = self.copying(clipping + self.work.update.moved_for(updated))
-        if self.casts_once:
-            seconds += self.copying((FP32_BYTES + self.work.itemsize) * num_parameters)
-        return seconds
+        return self.copying(clipping + self.work.update.moved_for(updated)) + self._casting_once(num_parameters)
+
+    def _casting_once(self, num_parameters: float) -> float:
+        """Return the time to cast weights when they are updated; 0 if every use casts them."""
+        return self.copying((FP32_BYTES + self.work.itemsize) * num_parameters) if self.casts_once else 0.0
 
     def on_whole_matrices(self, pp_rank: int) -> float:
         """Return the time that the optimizer computes on whole matrices, of which every rank of a stage has its share.
@@ -138,4 +146,7 @@ class StageCompute:
 
     def copying(self, num_bytes: float) -> float:
         """Return the time to read or write ``num_bytes``."""
-        return num_bytes / self.rates.bandwidth if self.measured is None else self.measured.moving(num_bytes)
+        if self.measured is not None:
+            return self.measured.moving(num_bytes)
+        measured = None if self.kernels is None else self.kernels.moving(num_bytes)
+        return num_bytes / self.rates.bandwidth if measured is None else measured

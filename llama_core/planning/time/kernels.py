@@ -22,7 +22,7 @@ from llama_core.planning.program.operations import (
     Product,
 )
 from llama_core.planning.program.passes import Passes
-from llama_core.planning.time.measured import MeasuredTimes
+from llama_core.planning.time.measured import MeasuredKernels, MeasuredTimes, Way
 from llama_core.schedules.actions import Kind
 
 HALF_RATE_DIM = 128
@@ -94,21 +94,29 @@ class ProgramTime:
     Args:
         passes: its forward and its backward.
         rates: of the device, from its data sheet.
-        measured: the times of operations on it, where it was measured: they count instead.
+        measured: the times of operations on a measured CPU: they count instead.
+        kernels: the times of kernels on a measured GPU: each that is known counts instead.
     """
 
-    def __init__(self, passes: Passes, rates: Rates, measured: MeasuredTimes | None = None) -> None:
+    def __init__(
+        self,
+        passes: Passes,
+        rates: Rates,
+        measured: MeasuredTimes | None = None,
+        kernels: MeasuredKernels | None = None,
+    ) -> None:
         self.passes = passes
         self.program = passes.program
         self.rates = rates
         self.measured = measured
+        self.kernels = kernels
 
     def seconds(self, mode: RecomputeMode = "none") -> Pass:
         """Return the time of both, with recomputation in the backward, and not less than the launches take."""
         launches = 0.0  # a measured time has its own
         if self.measured is None:
-            launches = KERNEL_SECONDS * sum(
-                operation.num_kernels for operation in self.passes.operations if operation.outputs
+            launches = self._launching(
+                sum(operation.num_kernels for operation in self.passes.operations if operation.outputs)
             )
         forward = max(self._forward(self.passes.operations), launches)
         return Pass(forward, max(self._backward(), 2 * launches) + self._forward(self.passes.repeated(mode)))
@@ -121,8 +129,8 @@ class ProgramTime:
                 sum(self.measured.attention(kernel, "forward") or 0.0 for kernel in kernels),
                 sum(self.measured.attention(kernel, "backward") or 0.0 for kernel in kernels),
             )
-        forward = sum(map(self._attending, self.passes.operations))
-        return Pass(forward, BACKWARD_PRODUCTS["attention"] * forward)
+        operations = self.passes.operations
+        return Pass(sum(map(self._attending, operations)), sum(map(self._attending_backward, operations)))
 
     def _forward(self, operations: Iterable[Operation]) -> float:
         return sum(map(self._forward_of, operations))
@@ -130,7 +138,11 @@ class ProgramTime:
     def _forward_of(self, operation: Operation) -> float:
         if self.measured is not None:
             return self.measured.forward(self.program, operation)
-        seconds = sum(self._multiplying(product, operation) for product in operation.products)
+        if self.kernels is not None:
+            whole = self.kernels.whole(self.program, operation, "forward")
+            if whole is not None:
+                return whole
+        seconds = sum(self._multiplying(product, operation, "forward") for product in operation.products)
         seconds += self._attending(operation)
         if operation.traffic is not None:
             return seconds + self._copying(operation.traffic.forward)
@@ -163,11 +175,13 @@ class ProgramTime:
         """Return the time to make the gradients of some inputs of an operation."""
         if self.measured is not None:
             return self.measured.backward(self.program, operation, needing)
-        seconds = BACKWARD_PRODUCTS.get(operation.kind, 0.0) * self._attending(operation)
+        if self.kernels is not None:
+            whole = self.kernels.whole(self.program, operation, "backward")
+            if whole is not None:
+                return whole
+        seconds = self._attending_backward(operation)
         if operation.kind not in BACKWARD_PRODUCTS:
-            shares = SHARES_GRADIENT.get(operation.kind, ())
-            num_products = sum(place not in shares for place in needing)
-            seconds += num_products * sum(self._multiplying(product, operation) for product in operation.products)
+            seconds += self._products_of_gradients(operation, needing)
         if operation.traffic is not None:
             return seconds + self._copying(operation.traffic.backward)
         if operation.products:
@@ -175,6 +189,18 @@ class ProgramTime:
         if operation.communicates:
             return seconds
         return seconds + self._copying(self._moved_for_gradients(operation, needing))
+
+    def _products_of_gradients(self, operation: Operation, needing: Sequence[int]) -> float:
+        """Return the time of the products that make gradients, one for each input that needs one."""
+        shares = SHARES_GRADIENT.get(operation.kind, ())
+        # ``add_product`` adds its first input to a product of the next two
+        first = len(shares) if operation.kind == "add_product" else 0
+        seconds = 0.0
+        for place in needing:
+            if place not in shares:
+                way: Way = "input" if place == first else "weight"
+                seconds += sum(self._multiplying(product, operation, way) for product in operation.products)
+        return seconds
 
     def _moved_for_gradients(self, operation: Operation, needing: Sequence[int]) -> int:
         """Return the bytes that the kernels of some gradients move: each reads what it needs, and writes one."""
@@ -199,16 +225,37 @@ class ProgramTime:
 
     # --- rates
 
-    def _multiplying(self, product: Product, operation: Operation) -> float:
-        """Return the time of a matrix product."""
+    def _launching(self, num_kernels: int) -> float:
+        """Return the time in which Python launches so many kernels."""
+        measured = None if self.kernels is None else self.kernels.launches(num_kernels)
+        return KERNEL_SECONDS * num_kernels if measured is None else measured
+
+    def _multiplying(self, product: Product, operation: Operation, way: Way) -> float:
+        """Return the time of a matrix product, or of one of its gradients."""
         peak = self.rates.product_flops
-        if self.rates.fp8_flops and self._is_of_matrix(operation):
+        is_fp8 = bool(self.rates.fp8_flops) and self._is_of_matrix(operation)
+        if self.kernels is not None:
+            measured = self.kernels.product(product, way, is_fp8=is_fp8)
+            if measured is not None:
+                return measured
+        if self.rates.fp8_flops and is_fp8:
             peak = self.rates.fp8_flops
         shortest = min(product.rows, product.columns, product.outputs)
         return product.flops / (peak * shortest / (shortest + HALF_RATE_DIM))
 
     def _attending(self, operation: Operation) -> float:
         """Return the time of the scores of an operation, and of their products with the values."""
+        measured = None if self.kernels is None else self.kernels.attention(operation, "forward")
+        return self._attending_at_peak(operation) if measured is None else measured
+
+    def _attending_backward(self, operation: Operation) -> float:
+        """Return the time of the products of scores that make gradients."""
+        measured = None if self.kernels is None else self.kernels.attention(operation, "backward")
+        if measured is not None:
+            return measured
+        return BACKWARD_PRODUCTS.get(operation.kind, 0.0) * self._attending_at_peak(operation)
+
+    def _attending_at_peak(self, operation: Operation) -> float:
         computed = self.rates.visible_share * operation.share_in_window * operation.scores
         return computed / self.rates.attention_flops
 
@@ -239,7 +286,8 @@ class ProgramTime:
     def _copying(self, num_bytes: float) -> float:
         if self.measured is not None:
             return self.measured.moving(num_bytes)
-        return num_bytes / self.rates.bandwidth
+        measured = None if self.kernels is None else self.kernels.moving(num_bytes)
+        return num_bytes / self.rates.bandwidth if measured is None else measured
 
     def _num_bytes(self, tensors: Iterable[int]) -> int:
         """Return the bytes of tensors, weights among them."""

@@ -41,13 +41,14 @@ class Links:
 
     def _seconds(self, traffic: Traffic) -> float:
         device = self.device
-        measured = self._measured(traffic)
-        if measured is not None:
-            return measured
         stride, size = self._extent(traffic.axis)
         in_a_node = min(size, max(1, device.gpus_per_node // stride))
         hops = traffic.num_ranks - 1
         hops_between_nodes = 0 if size <= in_a_node else max(1, traffic.num_ranks // in_a_node - 1)
+        if not hops_between_nodes:
+            measured = self._measured(traffic)
+            if measured is not None:
+                return measured
         bandwidth = device.neighbour_bandwidth
         latency = LINK_SECONDS if device.link_bandwidth else PCIE_SECONDS
         if hops_between_nodes:

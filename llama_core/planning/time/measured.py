@@ -1,7 +1,8 @@
 """The times of a program's operations on a machine that was measured.
 
-Each operation is looked up by the kind and the sizes under which ``calibration.operations`` measures it. An operation
-of which nothing was measured moves its bytes at the speed of a measured multiplication.
+Each operation is looked up by the kind and the sizes under which ``calibration.operations`` measures it. On a CPU, an
+operation of which nothing was measured moves its bytes at the speed of a measured multiplication. On a GPU, a kernel of
+which nothing was measured takes as long as the data sheet says.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from llama_core.planning.program.operations import FP32_BYTES, Operation, Produc
 from llama_core.planning.work import Work
 
 Direction = Literal["forward", "backward"]
+Way = Literal["forward", "input", "weight"]
+"""A product, or one of its gradients."""
 Lookup = Callable[[str, Sizes], float | None]
 """Returns the seconds of a kind and sizes; None if nothing was measured that tells them."""
 
@@ -23,6 +26,9 @@ POINTWISE = frozenset(
 """Kinds of operations that were measured by the number of elements of their first input."""
 WITH_PRODUCT = {"cast_product": "linear", "packed_product": "packed", "cast_grouped_product": "experts"}
 """Kinds of operations that were measured with the casts or the unpacking of their weights, and with what name."""
+EAGER_KERNELS = frozenset({"fused_norm", "swiglu", "rotate"})
+"""Kinds of operations of CUDA that were measured by the number of elements of their first input. A compiled block has
+other kernels for them."""
 LOSS_PRODUCTS = 3
 """Products of a loss whose head is trained."""
 MULTIPLY_BYTES = 3 * FP32_BYTES
@@ -116,8 +122,7 @@ class MeasuredTimes:
 
     def _multiplying(self, operation: Operation, product: Product, way: str) -> float:
         """Return the time of a product, or of one of its gradients: the input's or the weight's."""
-        kind = "grouped product" if product.groups > 1 else "product"
-        return self.lookup(f"{kind} {FLOAT_NAMES[self.work.itemsize]} {way}", _sizes(product)) or 0.0
+        return self.lookup(*_multiplication(product, FLOAT_NAMES[self.work.itemsize], way)) or 0.0
 
     def _gradients(self, operation: Operation, product: Product, needing: Sequence[int]) -> float:
         # of a product, the first input is multiplied by the second; ``add_product`` adds a first one
@@ -129,6 +134,74 @@ class MeasuredTimes:
             elif place == first + 1:
                 seconds += self._multiplying(operation, product, "weight")
         return seconds
+
+
+class MeasuredKernels:
+    """The times of CUDA's kernels on a rank of a measured machine; None for those of which nothing was measured.
+
+    Args:
+        work: the model, the plan and the sequences.
+        lookup: what was measured.
+    """
+
+    def __init__(self, work: Work, lookup: Lookup) -> None:
+        self.work = work
+        self.lookup = lookup
+
+    def product(self, product: Product, way: Way, *, is_fp8: bool) -> float | None:
+        """Return the time of a product, or of one of its gradients, without the rounding of its operands."""
+        name = "fp8" if is_fp8 else FLOAT_NAMES[self.work.itemsize]
+        return self.lookup(*_multiplication(product, name, way))
+
+    def attention(self, operation: Operation, direction: Direction) -> float | None:
+        """Return the time of attention's kernel, at the share of the scores inside its window, of a rank's share."""
+        setting = self.work.setting
+        kernel = self.work.kernel
+        if operation.kind != "attention" or kernel.holds_scores or kernel.told == "mask":
+            return None
+        spec = self.work.spec
+        name = f"attention {kernel.told} {FLOAT_NAMES[setting.itemsize]} {direction}"
+        heads = max(1, spec.num_heads // setting.tp)
+        key_heads = max(1, spec.num_kv_heads // setting.tp)
+        seconds = self.lookup(name, (setting.rows, heads, key_heads, setting.seq_len, spec.head_dim))
+        return None if seconds is None else operation.share_in_window * seconds / setting.cp
+
+    def whole(self, program: Program, operation: Operation, direction: Direction) -> float | None:
+        """Return the time of a loss, of a product that unpacks its matrix, or of an eager kernel."""
+        if operation.kind == "linear_loss":
+            question = _question(program, operation, direction)
+            return None if question is None else self.lookup(*question)
+        if self.work.plan.compile:
+            return None
+        if operation.kind == "packed_product":
+            question = _question(program, operation, direction)
+            return None if question is None else self.lookup(*question)
+        if operation.kind not in EAGER_KERNELS:
+            return None
+        size = program.sizes[operation.inputs[0]]
+        name = FLOAT_NAMES.get(size.itemsize, "fp32")
+        return self.lookup(f"{operation.kind} {name} {direction}", (max(1, size.elements),))
+
+    def moving(self, num_bytes: float) -> float | None:
+        """Return the time to read and write so many bytes."""
+        return 0.0 if num_bytes <= 0 else self.lookup("copy", (max(1, round(num_bytes)),))
+
+    def launches(self, num_kernels: int) -> float | None:
+        """Return the time in which Python launches so many kernels."""
+        seconds = self.lookup("launch", (1,))
+        return None if seconds is None else num_kernels * seconds
+
+    def update(self, updated: Trained) -> float | None:
+        """Return the time to clip and update parameters, each the rank's share."""
+        optimizer = self.work.update
+        if optimizer.others is not None:
+            return None
+        return self.lookup(f"update {optimizer.name}", (max(1, round(sum(updated))),))
+
+
+def _multiplication(product: Product, name: str, way: str) -> tuple[str, Sizes]:
+    kind = "grouped product" if product.groups > 1 else "product"
+    return f"{kind} {name} {way}", _sizes(product)
 
 
 def _question(program: Program, operation: Operation, direction: Direction) -> tuple[str, Sizes] | None:
