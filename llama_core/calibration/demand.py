@@ -8,7 +8,13 @@ from dataclasses import asdict, replace
 from itertools import starmap
 
 from llama_core.calibration.lookup import KnownDevice, gpu_for, named_profile
-from llama_core.calibration.profile import MachineProfile, own_profile_path, read_profile, write_profile
+from llama_core.calibration.profile import (
+    DeviceKind,
+    MachineProfile,
+    own_profile_path,
+    read_profile,
+    write_profile,
+)
 from llama_core.calibration.ranks import measure_on_ranks
 from llama_core.config.hardware import DeviceSpec
 from llama_core.config.measured_rates import MeasuredRates, Sizes
@@ -21,14 +27,17 @@ from llama_core.planning.time.links import node_size
 from llama_core.planning.work import Work
 
 
-def known_profile(tell: Callable[[str], None] = lambda text: None) -> MachineProfile:
+def known_profile(
+    tell: Callable[[str], None] = lambda text: None, kind: DeviceKind = "cpu"
+) -> MachineProfile:
     """Return the profile of this machine; a new one if there is none, or it is damaged or of something else.
 
     Args:
+        kind: whether its processor's, or its GPUs'.
         tell: called with a line that says why a profile is not used.
     """
-    fresh = MachineProfile.of_this_machine()
-    path = own_profile_path()
+    fresh = MachineProfile.of_this_machine(kind)
+    path = own_profile_path(kind)
     if not path.exists():
         return fresh
     try:

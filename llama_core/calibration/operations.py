@@ -14,10 +14,11 @@ from torch import Tensor
 
 from llama_core.config.measured_rates import Sizes
 from llama_core.config.settings import TrainingConfig
-from llama_core.models import moe, nf4
+from llama_core.models import fp8, moe, nf4
+from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_grouped, cast_linear
 from llama_core.models.grouped import grouped_outer_product, grouped_product
-from llama_core.models.layers import Rotation, attend, document_mask, rotate
+from llama_core.models.layers import Rotation, attend, document_mask, rms_norm, rotate, swiglu
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.training.muon import orthogonalised
 from llama_core.training.optimizer import build_optimizer
@@ -27,6 +28,8 @@ LINK_REPEATS = 8
 HEAD_DIM = 64
 """Numbers in a row of a rotated or normalised tensor."""
 WIDTH = 512
+GPU_WIDTH = 4096
+"""The same of what a GPU normalises."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,24 @@ def _linear(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepare
 
 def _product(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
     """A product, or one of its gradients alone."""
+    if words[0] == "fp8":
+        return _product_fp8(words, sizes, device)
     rows, columns, outputs = sizes
     dtype = DTYPES[words[0]]
     shapes = ((rows, columns), (outputs, columns), (rows, outputs))
     x, weight, grad = (_random(shape, dtype, device) for shape in shapes)
     ways = {"forward": lambda: x @ weight.t(), "input": lambda: grad @ weight, "weight": lambda: grad.t() @ x}
     return Prepared(ways[words[1]])
+
+
+def _product_fp8(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
+    """The same of operands that are rounded to fp8 already, and of which the second one is transposed."""
+    rows, columns, outputs = sizes
+    shapes = {"forward": (rows, columns, outputs), "input": (rows, outputs, columns), "weight": (outputs, rows, columns)}
+    height, inner, width = shapes[words[1]]
+    left = fp8.rounded(_random((height, inner), torch.bfloat16, device))
+    right = fp8.rounded(_random((width, inner), torch.bfloat16, device))
+    return Prepared(lambda: fp8.product_of_rounded(left, right, torch.bfloat16))
 
 
 def _grouped(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
@@ -133,6 +148,10 @@ def _attention(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prep
         for number in (heads, key_heads, key_heads)
     )
     mask = None
+    if words[0] == "varlen":
+        starts = torch.arange(rows + 1, device=device, dtype=torch.int32) * seq_len
+        documents = Documents(starts, seq_len)
+        return Prepared(lambda: attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), documents), (q, k, v))
     if words[0] == "mask":
         mask = document_mask(torch.arange(seq_len, device=device).expand(rows, -1), dtype)
     return Prepared(lambda: attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask), (q, k, v))
@@ -171,6 +190,26 @@ def _of_two(
 ) -> Prepared:
     x, y = (_random(_rows(sizes[0]), DTYPES[words[0]], device).requires_grad_() for _ in range(2))
     return Prepared(lambda: function(x, y), (x, y))
+
+
+def _norm(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
+    """The norm of rows, with the gradient of its weights."""
+    x = _random(_rows(sizes[0], GPU_WIDTH), DTYPES[words[0]], device).requires_grad_()
+    weight = torch.ones(x.shape[1], dtype=x.dtype, device=device, requires_grad=True)
+    return Prepared(lambda: rms_norm(x, weight, 1e-5), (x, weight))
+
+
+def _copy(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
+    """A kernel that reads and writes so many bytes together."""
+    source = torch.zeros(max(1, sizes[0] // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Prepared(lambda: target.copy_(source))
+
+
+def _launch(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
+    """A kernel that has nothing to do, so that all its time is its launch from Python."""
+    one = torch.zeros(1, device=device)
+    return Prepared(lambda: one.add_(1.0))
 
 
 def _rotate(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
@@ -215,6 +254,13 @@ def _link(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
     rank = dist.get_rank()
 
     def send() -> None:
+        if device.type == "cuda":  # both in one call: NCCL would do the second once the first is done
+            received = torch.empty_like(whole)
+            to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
+            both = [dist.P2POp(dist.isend, whole, to), dist.P2POp(dist.irecv, received, source)]
+            for one in dist.batch_isend_irecv(both):
+                one.wait()
+            return
         to, source = (rank + 1) % num_ranks, (rank - 1) % num_ranks
         work = dist.isend(whole, to)
         dist.recv(torch.empty_like(whole), source)
@@ -243,6 +289,10 @@ _BUILDERS: dict[str, Callable[[Sequence[str], Sizes, torch.device], Prepared]] =
     "update": _update,
     "link": _link,
     "product": _product,
+    "fused_norm": _norm,
+    "swiglu": partial(_of_two, swiglu),
+    "copy": _copy,
+    "launch": _launch,
     "grouped": _grouped,
     "attention": _attention,
     "loss": _loss,

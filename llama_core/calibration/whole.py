@@ -6,12 +6,12 @@ the caches, where a step would have to read them.
 """
 
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from llama_core.calibration.timing import clock_of, typical
+from llama_core.calibration.timing import timer_of, typical
 from llama_core.config.run import RunConfig
 from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
@@ -69,8 +69,8 @@ class _PartsClock:
     """When a step enters and leaves the layers of a model, forwards and backwards."""
 
     def __init__(self, model: Llama, device: torch.device) -> None:
-        self.steps: list[dict[str, float]] = []
-        self._clock = clock_of(device)
+        self.steps: list[dict[str, Any]] = []
+        self._timer = timer_of(device)
         first, *_, last = [*model.layers.values()] * 2
         first.register_forward_pre_hook(self._enter)
         last.register_forward_hook(self._leave)
@@ -82,7 +82,7 @@ class _PartsClock:
 
     def mark(self, name: str) -> None:
         """Note the time under a name."""
-        self.steps[-1][name] = self._clock()
+        self.steps[-1][name] = self._timer.mark()
 
     def _enter(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.mark("layers")
@@ -98,7 +98,7 @@ class _PartsClock:
         steps = [{"embedding's backward": step["backward"], **step} for step in self.steps[1:]]
 
         def seconds(since: str, until: str) -> float:
-            return typical([step[until] - step[since] for step in steps])
+            return typical([self._timer.between(step[since], step[until]) for step in steps])
 
         layers = Pass(seconds("layers", "head"), seconds("layers' backward", "embedding's backward"))
         return WholePasses(

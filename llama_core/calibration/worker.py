@@ -6,6 +6,7 @@ that they share cores, caches and memory as those of a run do.
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,8 +23,11 @@ with importing_torch():
     from llama_core.calibration.timing import measure
     from llama_core.calibration.whole import time_whole
     from llama_core.config.run import RunConfig
+    from llama_core.training.flash import activate_flash_attention
 
 _TIMEOUT = timedelta(seconds=120)
+_RUN_OF_FLASH = {"model": "llama3_8b", "training": {"precision": "bf16"}, "data": {"document_mask": True}}
+"""A run that wants flash attention."""
 
 
 def main(arguments: list[str]) -> int:
@@ -32,16 +36,20 @@ def main(arguments: list[str]) -> int:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     request = read_json(folder / "request.json")
     torch.manual_seed(rank)
-    device = torch.device(request["device"])
-    begin: Callable[[], object] = lambda: None  # noqa: E731
+    on_cuda = request["device"] == "cuda"
+    device = torch.device("cuda", rank) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+        # training would, too; its choice depends on a model only in its heads
+        activate_flash_attention(RunConfig.from_mapping(_RUN_OF_FLASH), device)
     if num_ranks > 1:
         store = dist.FileStore(str(folder / "store"), num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
-        begin = dist.barrier
+        backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
     with sleeping_beside_others():
-        answer = _operations(request, device, begin)
+        answer = _operations(request, device, _until(request["until"], num_ranks))
         if num_ranks > 1:
-            dist.barrier()
+            _any_rank(answer=False)
             dist.destroy_process_group()  # each rank has a whole model of its own
         if request["whole"] is not None:
             config = RunConfig.from_mapping(request["whole"]["config"])
@@ -50,12 +58,31 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _operations(request: dict[str, Any], device: torch.device, begin: Callable[[], object]) -> dict[str, Any]:
+def _until(end: float | None, num_ranks: int) -> Callable[[], bool]:
+    """Return what ranks ask before each operation: they wait for each other, and stop together when the time is up."""
+
+    def goes_on() -> bool:
+        is_over = end is not None and time.time() >= end
+        return not (_any_rank(answer=is_over) if num_ranks > 1 else is_over)
+
+    return goes_on
+
+
+def _any_rank(*, answer: bool) -> bool:
+    """Return whether the answer of any rank is yes, once all of them have given it."""
+    flag = torch.tensor(float(answer))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _operations(request: dict[str, Any], device: torch.device, goes_on: Callable[[], bool]) -> dict[str, Any]:
     queries = [(kind, tuple(sizes)) for kind, sizes in request["queries"]]
-    found = measure(queries, device, begin)
+    answer = measure(queries, device, goes_on)
+    timed = [answer.found.get(query) for query in queries]
     return {
-        "seconds": [found[query].seconds for query in queries],
-        "spread": [found[query].spread for query in queries],
+        "seconds": [one and one.seconds for one in timed],
+        "spread": [one and one.spread for one in timed],
+        "failed": [answer.failed.get(query, "") for query in queries],
     }
 
 

@@ -34,19 +34,19 @@ def measured(monkeypatch, tmp_path):
     """Ranks that answer at once: an operation takes a microsecond, layers and ends as a whole twice their sum."""
     asked = []
 
-    def answer(num_ranks, queries, whole=None, rows=1):
+    def answer(num_ranks, queries, whole=None, rows=1, device="cpu", seconds=None):
         asked.append((num_ranks, list(queries), whole))
         parts = (None, None) if whole is None else (Pass(1e-3, 2e-3), Pass(1e-3, 1e-3))
         return RankTimes(dict.fromkeys(queries, 1e-6), dict.fromkeys(queries, 0.1), *parts)
 
     monkeypatch.setattr(demand, "measure_on_ranks", answer)
     monkeypatch.setattr(machine, "measure_on_ranks", answer)
-    monkeypatch.setattr(demand, "own_profile_path", lambda: tmp_path / "own.json")
+    monkeypatch.setattr(demand, "own_profile_path", lambda kind="cpu": tmp_path / "own.json")
     return asked
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
-    profile = replace(KNOWN, whole={"a model": ((1.1, 1.2), (1.0, 1.5))}, spread={"sort": 0.05}, host="here")
+    profile = replace(KNOWN, whole={"a model": ((1.1, 1.2), (1.0, 1.5))}, spread={"sort int64 8": 0.05}, host="here")
     write_profile(tmp_path / "folder" / "one.json", profile)
     assert read_profile(tmp_path / "folder" / "one.json") == profile
 
@@ -132,20 +132,20 @@ def test_a_profile_that_is_not_used_says_why_in_one_line(measured):
 def test_calibration_measures_every_point_and_keeps_what_runs_have_asked_for(measured):
     known = MachineProfile.of_this_machine()
     known = known.with_rates(2, MeasuredRates({"sort int64": Measured({(99,): 0.5})}))
-    profile = machine.calibrate(known, [1, 2])
+    profile = machine.calibrate(known, [1, 2]).profile
     assert [num_ranks for num_ranks, *_ in measured] == [1, 2]
     assert profile.rates[2].seconds("sort int64", (99,)) == 0.5
     assert profile.rates[1].seconds("sort int64", (2**12,)) == pytest.approx(1e-6)
     assert profile.rates[1].seconds("link all_reduce", (2, 2**12)) is None
     assert profile.rates[2].seconds("link all_reduce", (2, 2**12)) == pytest.approx(1e-6)
-    assert profile.spread["sort"] == pytest.approx(0.1)
+    assert profile.spread["sort int64 1024"] == pytest.approx(0.1)
 
 
 def test_some_kinds_are_measured_again_and_an_unknown_one_is_named(measured):
-    known = machine.calibrate(MachineProfile.of_this_machine(), [1])
+    known = machine.calibrate(MachineProfile.of_this_machine(), [1]).profile
     machine.calibrate(known, [1], ["sort"])
     assert {kind for kind, _ in measured[-1][1]} == {"sort int64"}
-    with pytest.raises(RequestError, match="there is no kind of operation 'sorts' to measure; the kinds are linear, "):
+    with pytest.raises(RequestError, match="there is no kind of operation 'sorts' to measure; the kinds are update, "):
         machine.calibrate(known, [1], ["sorts"])
 
 
@@ -162,7 +162,7 @@ def test_some_kinds_are_measured_again_and_an_unknown_one_is_named(measured):
 )
 def test_the_grids_answer_all_that_a_step_asks_for(measured, monkeypatch, settings):
     """So a plan has a time on a calibrated machine without another measurement."""
-    demand.write_profile(demand.own_profile_path(), machine.calibrate(MachineProfile.of_this_machine(), [1]))
+    demand.write_profile(demand.own_profile_path(), machine.calibrate(MachineProfile.of_this_machine(), [1]).profile)
     training = {"precision": "bf16", "seq_len": 64, "batch_size": 2, "steps": 4} | settings.get("training", {})
     config = RunConfig.from_mapping(CONFIG.model_dump(exclude_unset=True) | settings | {"training": training})
     device = demand.measured_cpu(config, PLAN, may_measure=False)

@@ -1,6 +1,7 @@
 """Every operation that a plan or a grid asks for can be built and timed, alone and on ranks that share the cores."""
 
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def test_the_smallest_point_of_each_grid_runs_and_has_the_gradients_it_is_asked_
 def test_both_passes_of_an_operation_are_timed_at_once():
     queries = [("silu bf16 forward", (4096,)), ("silu bf16 backward", (4096,)), ("cast bf16 fp32", (64,))]
     begun = []
-    found = measure(queries, CPU, lambda: begun.append(1))
+    found = measure(queries, CPU, lambda: not begun.append(1)).found
     assert set(found) == set(queries)
     assert all(timed.seconds > 0 for timed in found.values())
     assert len(begun) == 2
@@ -57,7 +58,8 @@ def test_ranks_measure_together_with_links_and_whole_layers():
 )
 def test_a_step_is_divided_where_it_enters_and_leaves_the_layers(strategy, ends_backward, monkeypatch):
     marks = count()
-    monkeypatch.setattr("llama_core.calibration.whole.clock_of", lambda device: lambda: float(next(marks)))
+    timer = SimpleNamespace(mark=lambda: next(marks), between=lambda begin, end: end - begin)
+    monkeypatch.setattr("llama_core.calibration.whole.timer_of", lambda device: timer)
     config = RunConfig.from_mapping({**SMALL, **strategy})
     # the clock counts its readings: a forward has three intervals and a backward three, or two if it ends in the layers
     assert time_whole(config, 2, CPU) == ((1, 1), (2, ends_backward))
