@@ -60,7 +60,7 @@ def measure_on_ranks(
     with tempfile.TemporaryDirectory(prefix="calibrate-") as name:
         folder = Path(name)
         asked = None if whole is None else {"config": whole.model_dump(mode="json"), "rows": rows}
-        until = None if seconds is None else time.time() + seconds
+        until = None if seconds is None else time.monotonic() + seconds
         request = {"device": device, "queries": queries, "whole": asked, "until": until}
         write_json(folder / "request.json", request, durable=False)
         processes = [_start(folder, rank, num_ranks, device) for rank in range(num_ranks)]

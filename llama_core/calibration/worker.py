@@ -62,7 +62,7 @@ def _until(end: float | None, num_ranks: int) -> Callable[[], bool]:
     """Return what ranks ask before each operation: they wait for each other, and stop together when the time is up."""
 
     def goes_on() -> bool:
-        is_over = end is not None and time.time() >= end
+        is_over = end is not None and time.monotonic() >= end
         return not (_any_rank(answer=is_over) if num_ranks > 1 else is_over)
 
     return goes_on
