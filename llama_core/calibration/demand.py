@@ -27,9 +27,7 @@ from llama_core.planning.time.links import node_size
 from llama_core.planning.work import Work
 
 
-def known_profile(
-    tell: Callable[[str], None] = lambda text: None, kind: DeviceKind = "cpu"
-) -> MachineProfile:
+def known_profile(tell: Callable[[str], None] = lambda text: None, kind: DeviceKind = "cpu") -> MachineProfile:
     """Return the profile of this machine; a new one if there is none, or it is damaged or of something else.
 
     Args:

@@ -79,7 +79,11 @@ def _product(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepar
 def _product_fp8(words: Sequence[str], sizes: Sizes, device: torch.device) -> Prepared:
     """The same of operands that are rounded to fp8 already, and of which the second one is transposed."""
     rows, columns, outputs = sizes
-    shapes = {"forward": (rows, columns, outputs), "input": (rows, outputs, columns), "weight": (outputs, rows, columns)}
+    shapes = {
+        "forward": (rows, columns, outputs),
+        "input": (rows, outputs, columns),
+        "weight": (outputs, rows, columns),
+    }
     height, inner, width = shapes[words[1]]
     left = fp8.rounded(_random((height, inner), torch.bfloat16, device))
     right = fp8.rounded(_random((width, inner), torch.bfloat16, device))

@@ -6,7 +6,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from llama_core.calibration.profile import DeviceKind
 from llama_core.config.measured_rates import Sizes
@@ -21,7 +22,8 @@ TIMEOUT_SECONDS = 900
 """How long the ranks may take beyond the time that they are given."""
 
 
-class RankTimes(NamedTuple):
+@dataclass(frozen=True)
+class RankTimes:
     """What the ranks measured: of each operation, the time of the rank where it took longest.
 
     What there was no time for is missing.
@@ -31,7 +33,7 @@ class RankTimes(NamedTuple):
     spread: dict[tuple[str, Sizes], float]
     layers: Pass | None
     ends: Pass | None
-    failed: dict[tuple[str, Sizes], str] = {}
+    failed: dict[tuple[str, Sizes], str] = field(default_factory=dict)
     """What the device refused, with its reason."""
 
 

@@ -84,7 +84,7 @@ class CudaTimer:
 
     def mark(self) -> Any:
         """Record an event."""
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -161,9 +161,7 @@ def time_passes(prepared: Prepared, device: torch.device, timer: Timer | None = 
     began = time.perf_counter()
     while not _is_enough(prepared, timer, forwards, time.perf_counter() - began):
         mark = timer.mark()
-        results = []
-        for _ in range(number):
-            results.append(prepared.run())
+        results = [prepared.run() for _ in range(number)]
         after = timer.mark()
         if prepared.inputs:
             if gradient is None:

@@ -123,7 +123,7 @@ class SheetRates(MeasuredRates):
     """What kernels take according to the data sheet of the H200."""
 
     def seconds(self, kind, sizes):
-        name, *words = kind.split()
+        words = kind.split()
         if kind == "launch":
             return KERNEL_SECONDS
         if kind == "copy":

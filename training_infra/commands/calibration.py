@@ -29,7 +29,9 @@ def _calibrate(options: argparse.Namespace) -> int:
         )
     ranks = options.ranks or ([1, num_gpus] if options.device == "cuda" else [1])
     if options.device == "cuda" and max(ranks) > num_gpus:
-        raise EnvironmentMismatchError(f"--ranks {max(ranks)}: this machine has {num_gpus} CUDA devices, one for a rank")
+        raise EnvironmentMismatchError(
+            f"--ranks {max(ranks)}: this machine has {num_gpus} CUDA devices, one for a rank"
+        )
     minutes = options.minutes or _MINUTES[options.device]
     where = "have a GPU each" if options.device == "cuda" else "share the cores"
 
