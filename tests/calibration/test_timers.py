@@ -67,13 +67,10 @@ def test_every_kernel_of_a_gpu_is_built_with_the_gradients_that_are_timed(kind):
     """On meta tensors; the optimizer's fused kernel has none."""
     prepared = prepare(kind, next(gpu_grids(1)[kind].points()), META)
     out = prepared.run()
-    assert bool(prepared.inputs) == kind.endswith("ward") - kind.startswith(("product", "grouped"))
-    for gradient, held in zip(
-        torch.autograd.grad(out, prepared.inputs, torch.ones_like(out)) if prepared.inputs else (),
-        prepared.inputs,
-        strict=True,
-    ):
-        assert gradient.shape == held.shape
+    has_backward = kind.replace("forward", "backward") in gpu_grids(1) and kind.endswith("ward")
+    assert bool(prepared.inputs) == (has_backward and "product" not in kind)
+    gradients = torch.autograd.grad(out, prepared.inputs, torch.ones_like(out)) if prepared.inputs else ()
+    assert [gradient.shape for gradient in gradients] == [held.shape for held in prepared.inputs]
 
 
 def test_the_kernels_that_are_asked_for_by_elements_are_measured():
@@ -121,7 +118,7 @@ def test_the_corners_of_all_kinds_come_before_the_rest_of_any():
 
 def test_a_limited_calibration_keeps_what_an_earlier_one_measured_and_names_what_it_left_out():
     known = calibrate(MachineProfile.of_this_machine(), [1], ["sort"]).profile
-    again = calibrate(known, [1], ["sort", "update"], minutes=1e-9)
+    again = calibrate(known, [1], ["sort", "update"], minutes=1e-9)  # over before torch is imported
     assert again.profile.rates[1].kinds["sort int64"].grid
     assert "left out after 1e-09 minutes: " in again.lines(1e-9)[0]
     assert again.left_out
