@@ -74,11 +74,12 @@ def gpu_for(launch: LaunchConfig) -> KnownDevice:
         device = replace(found.profile.gpu(), source=found.told_by)
         if device.name != sheet.name:
             raise ConfigError(
-                f"{KEY}={found.path} is of {found.profile.device}, and launch.gpu_type={sheet.name}; leave one of them out"
+                f"{KEY}={found.path} is of {found.profile.device}, and launch.gpu_type={sheet.name}; leave one of them "
+                "out"
             )
         return KnownDevice(device, found.is_foreign)
     own = _own_of_gpu(sheet, notes.append)
-    return KnownDevice(own.gpu(), note="") if own is not None else KnownDevice(sheet, note="; ".join(notes))
+    return KnownDevice(own.gpu()) if own is not None else KnownDevice(sheet, note="; ".join(notes))
 
 
 def gpu_type_named(launch: LaunchConfig) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from llama_core.calibration.grid import Grid, gpu_grids, grids, in_order_of_need
 from llama_core.calibration.profile import MachineProfile, figure
 from llama_core.calibration.ranks import measure_on_ranks
-from llama_core.config.measured_rates import MeasuredRates
+from llama_core.config.measured_rates import Measured, MeasuredRates
 from llama_core.errors import RequestError
 from llama_core.machine.detect import compute_capability
 from llama_core.units import counted
@@ -72,10 +72,8 @@ def calibrate(
     left_out: dict[str, int] = {}
     failed: dict[str, str] = {}
     for place, num_ranks in enumerate(ranks):
-        of_kinds = {}
-        for kind, grid in of_ranks[num_ranks].items():
-            if not only or kind.split()[0] in only:
-                of_kinds[kind] = grid
+        all_kinds = of_ranks[num_ranks]
+        of_kinds = {kind: grid for kind, grid in all_kinds.items() if not only or kind.split()[0] in only}
         queries = in_order_of_need(of_kinds)
         on_begin(num_ranks, len(queries))
         seconds = None if end is None else max(1.0, (end - time.monotonic()) / (len(ranks) - place))
@@ -83,15 +81,8 @@ def calibrate(
         kinds = dict(known.rates.get(num_ranks, MeasuredRates()).kinds)
         for kind, grid in of_kinds.items():
             taken = {sizes: answer.seconds[kind, sizes] for sizes in grid.points() if (kind, sizes) in answer.seconds}
-            before = kinds.get(kind)
-            measured = grid.measured(taken)
-            if measured.grid or before is None or not before.grid:
-                points = before.points if before else {}
-                kinds[kind] = measured.with_points({**points, **measured.points})
-            else:  # an earlier grid tells more than some of its points measured anew
-                kinds[kind] = before.with_points(measured.points)
-            if not kinds[kind].grid and not kinds[kind].points:
-                del kinds[kind]
+            kinds[kind] = _measured_anew(kinds.get(kind, Measured()), grid.measured(taken))
+        kinds = {kind: measured for kind, measured in kinds.items() if measured.grid or measured.points}
         profile = profile.with_rates(num_ranks, MeasuredRates(kinds))
         spread |= {figure(*query): value for query, value in answer.spread.items()}
         for kind, sizes in queries:
@@ -101,6 +92,12 @@ def calibrate(
             elif (kind, sizes) not in answer.seconds:
                 left_out[name] = left_out.get(name, 0) + 1
     return Calibration(replace(profile, spread=spread), left_out, failed)
+
+
+def _measured_anew(before: Measured, now: Measured) -> Measured:
+    """Return what is known of a kind: an earlier grid tells more than some points, for which there was time."""
+    grid = now if now.grid or not before.grid else before
+    return grid.with_points({**before.points, **now.points})
 
 
 def _grids(known: MachineProfile, num_ranks: int) -> dict[str, Grid]:

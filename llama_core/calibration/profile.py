@@ -101,8 +101,8 @@ class MachineProfile:
         row = recognise_gpu(self.device)
         if row is None:
             raise ConfigError(
-                f"the profile of {self.device}, measured on {self.measured_at[:10]}, cannot plan: this device is not in "
-                "the table of GPUs; name one with --gpu-type, and leave the profile out"
+                f"the profile of {self.device}, measured on {self.measured_at[:10]}, cannot plan, because the table of "
+                "GPUs does not have this device; leave the profile out, and name another with --gpu-type"
             )
         kernels = self.rates[min(self.rates)].kinds if self.rates else {}
         rates = {number: replace(one, kinds={**kernels, **one.kinds}) for number, one in self.rates.items()}

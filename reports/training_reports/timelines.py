@@ -34,8 +34,9 @@ def pipeline_timelines(contents: RunContents) -> Iterator[Panel]:
         return
     predicted = predicted_timeline(contents, measured.schedule)
     planned = predicted or planned_timeline(measured)
-    durations = "the time that the planner predicts for this GPU; transfers count"
-    if predicted is None:
+    if predicted is not None:
+        durations = f"the time that the planner predicts for this GPU (rates: {_source(contents)}); transfers count"
+    else:
         durations = "the median time measured for its kind on its stage; transfers take no time"
     told = (
         f"The planned step takes {planned.makespan:.3g} s, and ranks wait {planned.bubble_ratio:.1%} of that; the "
@@ -98,6 +99,11 @@ def predicted_timeline(contents: RunContents, schedule: Schedule) -> Timeline | 
         return None
 
     return Timeline(schedule, schedule.replay(lambda action: passes[action.stage].of(action.kind), parts.hop))
+
+
+def _source(contents: RunContents) -> str:
+    """Return where the rates of a predicted timeline are from."""
+    return device_for(RunConfig.from_mapping(contents.config or {})).source
 
 
 def planned_timeline(measured: Timeline) -> Timeline:
