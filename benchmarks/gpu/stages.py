@@ -52,7 +52,7 @@ CALLS = {
         ),
         _stage("fp8", 90, "kernels:fp8_products", "steps:fp8"),
         _stage("precision", 40, "steps:precision"),
-        _stage("calibrate", 150, "calibration:profile"),
+        _stage("calibrate", 120, "calibration:profile"),
     ),
     "large": (
         _stage("masks", 90, "steps:masks"),
