@@ -38,6 +38,7 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
             "Model": models(config, [one.settings for one in elements]),
             **ranking.facts,
             **({"In all elements": ", ".join(names.shared)} if names.shared else {}),
+            "Rates": "; ".join(line.removeprefix("rates: ") for line in comparison.rates()),
             "Price": f"${config.base.launch.dollars_per_gpu_hour:,.2f} per GPU hour",
         },
         ranking=ranking,
