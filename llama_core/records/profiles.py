@@ -1,10 +1,11 @@
 """Where the time of profiled steps went, rank by rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
+from llama_core.records.step_parts import TRANSFERS
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,13 @@ class ProfileRecord:
     """The part of the span in which no kernel ran."""
     exposed_seconds: float | None = None
     """The part of the span in which only transfers between ranks ran."""
+    exposed: dict[str, float] = field(default_factory=dict)
+    """``exposed_seconds`` by kind of transfer; empty on the CPU."""
+
+    @property
+    def communication_seconds(self) -> float:
+        """Time of all transfers between ranks, or of waiting for them on the CPU."""
+        return sum(self.seconds.get(kind, 0.0) for kind in TRANSFERS)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return a row for each kind of work, the longest first: its name, its time and its share."""

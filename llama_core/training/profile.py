@@ -1,9 +1,10 @@
 """Profile optimizer steps: a trace of every operator, a snapshot of CUDA's memory, and the time by kind of work."""
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,20 +14,39 @@ from torch.profiler import ProfilerActivity, profile
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
 from llama_core.records.profiles import ProfileRecord, trace_file, write_profile
+from llama_core.records.step_parts import (
+    ATTENTION,
+    COLLECTIVES,
+    HEAD,
+    OPTIMIZER,
+    OTHER_TRANSFERS,
+    PRODUCTS,
+    SEND,
+    TRANSFERS,
+)
 
 Interval = tuple[float, float]
 """Begin and end."""
 
-_COMMUNICATION = "communication"
+_TRANSFERS = {
+    "all_gather": re.compile(r"all_?gather", re.IGNORECASE),
+    "reduce_scatter": re.compile(r"reduce_?scatter|post_backward_reduce", re.IGNORECASE),
+    "all_reduce": re.compile(r"all_?reduce", re.IGNORECASE),
+    "all_to_all": re.compile(r"all_?to_?all", re.IGNORECASE),
+    "broadcast": re.compile(r"(c10d|nccl|gloo).*broadcast", re.IGNORECASE),
+    "send": re.compile(r"SendRecv|c10d::(send|recv)|(nccl|gloo):(send|recv)"),
+}
+"""Transfers between ranks by the name of their operator or kernel."""
 _WHOLE = {
-    _COMMUNICATION: re.compile(r"nccl|gloo|c10d|_c10d_functional|reduce_scatter|all_gather|all_reduce|all_to_all"),
-    "attention": re.compile(r"attention|attn|flash|fmha"),
-    "head and loss": re.compile(r"CrossEntropy|softmax_of|parts_of_rows"),
-    "optimizer": re.compile(r"Optimizer|adam|multi_tensor", re.IGNORECASE),
+    **{COLLECTIVES[kind]: pattern for kind, pattern in _TRANSFERS.items()},
+    OTHER_TRANSFERS: re.compile(r"nccl|gloo|c10d|wait_tensor"),
+    ATTENTION: re.compile(r"attention|attn|flash|fmha"),
+    HEAD: re.compile(r"CrossEntrop|_LinearLoss|softmax_of|parts_of_rows"),
+    OPTIMIZER: re.compile(r"Optimizer|adam|multi_tensor", re.IGNORECASE),
 }
 """Kinds of work that everything inside of an operator belongs to, by the operator's name."""
 _SINGLE = {
-    "matrix products": re.compile(r"\b(add|baddb|b)?mm_?\b|gemm|cutlass|cublas|nvjet|xmma|scaled_mm|grouped_product"),
+    PRODUCTS: re.compile(r"\b(add|baddb|b)?mm_?\b|gemm|cutlass|cublas|nvjet|xmma|scaled_mm|grouped_product"),
     "copies and casts": re.compile(r"copy|memcpy|memset|\bcat\b|fill|zero", re.IGNORECASE),
 }
 """The same for a single operator or kernel."""
@@ -83,20 +103,54 @@ def summarize(rank: int, events: Iterable[Any]) -> ProfileRecord:
                 seconds[kind_of(kernel.name, event)] += kernel.duration / 1e6
     if not kernels:
         return ProfileRecord(rank, dict(seconds))
-    transfers: list[Interval] = []
-    computing: list[Interval] = []
+    intervals: dict[str, list[Interval]] = defaultdict(list)
     for kernel in kernels:
-        interval = (kernel.time_range.start / 1e6, kernel.time_range.end / 1e6)
-        (transfers if _WHOLE[_COMMUNICATION].search(kernel.name) else computing).append(interval)
-    everything = union(transfers + computing)
+        kind = _transfer_of(kernel.name)
+        intervals[kind].append((kernel.time_range.start / 1e6, kernel.time_range.end / 1e6))
+    computing = union(intervals.pop("", []))
+    exposed = _exposed(computing, intervals)
+    _divide_sends(exposed, seconds)
+    everything = union([*computing, *chain.from_iterable(intervals.values())])
     span = everything[-1][1] - everything[0][0]
     return ProfileRecord(
         rank,
         dict(seconds),
         span_seconds=span,
         idle_seconds=span - length(everything),
-        exposed_seconds=length(everything) - length(union(computing)),
+        exposed_seconds=length(everything) - length(computing),
+        exposed=exposed,
     )
+
+
+def _transfer_of(name: str) -> str:
+    """Return the kind of transfer of a kernel; empty if it computes."""
+    return next((kind for kind in TRANSFERS if _WHOLE[kind].search(name)), "")
+
+
+def _divide_sends(exposed: dict[str, float], seconds: Mapping[str, float]) -> None:
+    """Give an all-to-all its share of the exposed time of sends: NCCL has one kernel for both."""
+    exchange = COLLECTIVES["all_to_all"]
+    exchanging = seconds.get(exchange, 0.0)
+    if SEND in exposed and exchanging:
+        share = exchanging / (exchanging + seconds.get(SEND, 0.0))
+        exposed[exchange] = exposed.get(exchange, 0.0) + share * exposed[SEND]
+        exposed[SEND] *= 1 - share
+
+
+def _exposed(computing: Sequence[Interval], transfers: Mapping[str, Sequence[Interval]]) -> dict[str, float]:
+    """Return the time in which only transfers ran, by kind; time that two kinds share counts for the first.
+
+    Args:
+        computing: when kernels computed.
+        transfers: when each kind of transfer ran.
+    """
+    exposed: dict[str, float] = {}
+    covered = list(computing)
+    for kind, intervals in transfers.items():
+        more = union([*covered, *intervals])
+        exposed[kind] = length(more) - length(covered)
+        covered = more
+    return exposed
 
 
 def is_kernel(event: Any) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.profiler import profile
 
 from llama_core.models.layers import attend
+from llama_core.models.loss import linear_cross_entropies, linear_cross_entropy
 from llama_core.training.profile import length, summarize, union
 
 MICROSECONDS = 1e-6
@@ -38,6 +39,28 @@ def test_operators_count_with_the_work_they_are_part_of():
     assert {"matrix products", "attention", "norms, activations and other"} <= seconds.keys()
     assert seconds["attention"] > sum(e.self_cpu_time_total for e in events if "flash" in e.name) / 1e6
     assert sum(seconds.values()) == pytest.approx(sum(event.self_cpu_time_total for event in events) / 1e6)
+
+
+def test_the_head_and_its_loss_are_found_on_a_cpu():
+    hidden = torch.randn(64, 32, requires_grad=True)
+    weight = torch.randn(128, 32, requires_grad=True)
+    targets = torch.randint(128, (64,))
+    with profile() as profiler:
+        linear_cross_entropy(hidden, weight, targets).backward()
+        linear_cross_entropies(hidden, weight, targets).sum().backward()
+    events = profiler.events()
+    products = sum(event.self_cpu_time_total for event in events if event.name == "aten::mm") / 1e6
+    seconds = summarize(0, events).seconds
+    assert seconds["head and loss"] > products > 0
+    assert "matrix products" not in seconds
+
+
+def test_an_exchange_shares_the_kernel_of_a_send():
+    exchanged, sent = kernel("ncclDevKernel_SendRecv", 0, 3), kernel("ncclDevKernel_SendRecv", 3, 4)
+    events = [operator("c10d::alltoall_base_", exchanged), operator("c10d::send", sent), exchanged, sent]
+    record = summarize(0, events)
+    assert record.seconds == {"all-to-all": 3, "send": 1}
+    assert record.exposed == {"all-to-all": pytest.approx(3), "send": pytest.approx(1)}
 
 
 def kernel(name, begin_s, end_s):
@@ -69,12 +92,15 @@ def test_kernels_of_a_gpu_tell_idle_time_and_what_hides_transfers():
     assert record.seconds == {
         "matrix products": 4,
         "norms, activations and other": 1,
-        "communication": 5,
+        "all-gather": 2,
+        "reduce-scatter": 3,
         "optimizer": 1,
     }
     assert (record.rank, record.span_seconds) == (3, 13)
     assert record.idle_seconds == pytest.approx(3)  # from 5 to 6 and from 10 to 12
     assert record.exposed_seconds == pytest.approx(4)  # from 4 to 5 and from 7 to 10
+    assert record.communication_seconds == 5
+    assert record.exposed == {"all-gather": pytest.approx(1), "reduce-scatter": pytest.approx(3)}
     assert {row[0]: row[2] for row in record.rows()}["idle"] == "23.1%"
 
 
