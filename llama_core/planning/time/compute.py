@@ -11,6 +11,7 @@ from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.kernels import NO_TIME, Pass, ProgramTime, Rates
 from llama_core.planning.time.measured import MeasuredKernels, MeasuredTimes
 from llama_core.planning.work import Stage, Work
+from llama_core.records.step_parts import HEAD
 
 MODEL_SHAPES = 0.9
 """Rate of a model's products over that of the best shape, which ``DeviceSpec.matmul_share`` gives.
@@ -75,6 +76,18 @@ class StageCompute:
             total = total.plus(self._seconds(end))
         return total
 
+    def by_kind(self, stage: Stage) -> dict[str, Pass]:
+        """Return the time of a stage by kind of work; all of the head is ``HEAD``."""
+        total: dict[str, Pass] = {}
+        for (layer, mode), count in stage.kinds.items():
+            for kind, one in self._by_kind(layer, mode).items():
+                total[kind] = total.get(kind, NO_TIME).plus(one.times(count))
+        for end in stage.ends:
+            for kind, one in self._by_kind(end).items():
+                name = HEAD if end is stage.head else kind
+                total[name] = total.get(name, NO_TIME).plus(one)
+        return total
+
     def layer(self, mode: RecomputeMode) -> Pass:
         """Return the time of the last layer, with recomputation in its backward."""
         return self._seconds(self.work.layers[-1], mode)
@@ -92,7 +105,14 @@ class StageCompute:
         return self._seconds(self.work.final_norm).plus(self._seconds(self.work.head))
 
     def _seconds(self, passes: Passes, mode: RecomputeMode = "none") -> Pass:
-        seconds = self.sum_of_operations(passes, mode)
+        return self._as_a_whole(passes, self.sum_of_operations(passes, mode))
+
+    def _by_kind(self, passes: Passes, mode: RecomputeMode = "none") -> dict[str, Pass]:
+        kinds = ProgramTime(passes, self.rates, self.measured).by_kind(mode)
+        return {kind: self._as_a_whole(passes, seconds) for kind, seconds in kinds.items()}
+
+    def _as_a_whole(self, passes: Passes, seconds: Pass) -> Pass:
+        """Return the time of operations as they run one after the other, not each alone."""
         if self.measured_rates is None:
             return seconds
         is_end = any(passes is end for end in (self.work.embedding, self.work.final_norm, self.work.head))

@@ -6,8 +6,8 @@ read and write. The kernels are this engine's on CUDA: norms in torch's fused ke
 kernels, or fused if the plan compiles; a linear cross-entropy that computes its gradients in the forward.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from llama_core.planning.program.operations import (
 )
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.time.measured import MeasuredKernels, MeasuredTimes, Way
+from llama_core.records.step_parts import ATTENTION, HOST, POINTWISE, PRODUCTS
 from llama_core.schedules.actions import Kind
 
 HALF_RATE_DIM = 128
@@ -121,6 +122,21 @@ class ProgramTime:
         forward = max(self._forward(self.passes.operations), launches)
         return Pass(forward, max(self._backward(), 2 * launches) + self._forward(self.passes.repeated(mode)))
 
+    def by_kind(self, mode: RecomputeMode = "none") -> dict[str, Pass]:
+        """Return ``seconds`` by kind of work, as ``step_parts`` names them; ``HOST`` is the time of launches beyond."""
+        forward: dict[str, float] = defaultdict(float)
+        backward: dict[str, float] = defaultdict(float)
+        for operation in self.passes.operations:
+            forward[_kind(operation)] += self._forward_of(operation)
+        for kind, seconds in self._gradients():
+            backward[kind] += seconds
+        for operation in self.passes.repeated(mode):
+            backward[_kind(operation)] += self._forward_of(operation)
+        whole = self.seconds(mode)
+        forward[HOST] = max(0.0, whole.forward - sum(forward.values()))
+        backward[HOST] = max(0.0, whole.backward - sum(backward.values()))
+        return {kind: Pass(forward[kind], backward[kind]) for kind in {**forward, **backward}}
+
     def attention(self) -> Pass:
         """Return the time of attention's kernel alone."""
         if self.measured is not None:
@@ -158,18 +174,20 @@ class ProgramTime:
 
     def _backward(self) -> float:
         """Return the time of a backward without recomputation."""
-        seconds = 0.0
+        return sum(seconds for _, seconds in self._gradients())
+
+    def _gradients(self) -> Iterator[tuple[str, float]]:
+        """Yield the kind and the time of all that a backward computes, without recomputation."""
         received: Counter[int] = Counter()
         for operation in reversed(self.passes.operations):
             needing = [place for place, tensor in enumerate(operation.inputs) if tensor in self.passes.needing]
             if not needing or not operation.outputs or operation.kind in WITHOUT_GRADIENT:
                 continue
-            seconds += self._making_gradients(operation, needing)
+            yield _kind(operation), self._making_gradients(operation, needing)
             for place in needing:
                 tensor = operation.inputs[place]
                 received[tensor] += 1
-                seconds += self._adding_gradient(tensor, received[tensor])
-        return seconds
+                yield POINTWISE, self._adding_gradient(tensor, received[tensor])
 
     def _making_gradients(self, operation: Operation, needing: Sequence[int]) -> float:
         """Return the time to make the gradients of some inputs of an operation."""
@@ -292,3 +310,10 @@ class ProgramTime:
     def _num_bytes(self, tensors: Iterable[int]) -> int:
         """Return the bytes of tensors, weights among them."""
         return sum(self.program.sizes[tensor].num_bytes for tensor in tensors)
+
+
+def _kind(operation: Operation) -> str:
+    """Return the kind of work of an operation, with all that it copies and rounds."""
+    if operation.scores:
+        return ATTENTION
+    return PRODUCTS if operation.products else POINTWISE

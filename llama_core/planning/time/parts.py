@@ -6,6 +6,7 @@ its receiver does until it needs the data. Tensor- and expert-parallel communica
 keys and values.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -15,13 +16,14 @@ from llama_core.config.run import RecomputeMode
 from llama_core.planning.before import forwards_before_step
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
-from llama_core.planning.time.communication import Messages
+from llama_core.planning.time.communication import Messages, communication
 from llama_core.planning.time.compute import StageCompute, of_layers
 from llama_core.planning.time.kernels import NO_TIME, Pass
 from llama_core.planning.time.links import Links
 from llama_core.planning.time.makespan import Span, forwards_alone, span
-from llama_core.planning.transfers import PassTraffic, Traffic
+from llama_core.planning.transfers import PassTraffic, Traffic, merged
 from llama_core.planning.work import Stage, Work
+from llama_core.records.step_parts import BUBBLE, COLLECTIVES, OPTIMIZER, OTHER_TRANSFERS, POINTWISE
 from llama_core.units import GB
 
 Passing = Mapping[Stage, Pass]
@@ -35,6 +37,18 @@ Lee et al. 2025, arXiv:2507.03114: computation is slower by 18.9 % on average wh
 """
 HOST_BANDWIDTH = 25 * GB
 """Bytes per second and device from host memory, for an optimizer with its states there: 200 GB/s for eight devices."""
+
+
+AXES: tuple[Part, ...] = ("tp", "cp", "ep", "dp", "pp")
+AXIS_OF: Mapping[str, Part] = {
+    "tp": "tp",
+    "cp": "cp",
+    "ep": "ep",
+    "pp": "pp",
+    "shard": "dp",
+    "replicate": "dp",
+}
+"""The part in which the time of a transfer counts, by its axis."""
 
 
 class StepParts:
@@ -79,6 +93,62 @@ class StepParts:
         if num_forwards:
             parts["preparation"] = num_forwards * self.forwards()
         return parts
+
+    def by_kind(self, parts: Mapping[Part, float]) -> dict[str, float]:
+        """Return the seconds of a step by kind of work, as ``records.step_parts`` names them.
+
+        An axis is divided in proportion to the time of its transfers alone, and the forwards of a preparation like
+        those of the step.
+
+        Args:
+            parts: those of the step, by ``seconds``.
+        """
+        kinds: dict[str, float] = defaultdict(float)
+
+        def add(seconds: float, weights: Mapping[str, float], otherwise: str) -> None:
+            """Add a time, divided in proportion to the weights."""
+            whole = sum(weights.values())
+            for kind, weight in weights.items() if whole > 0 else [(otherwise, 1.0)]:
+                kinds[kind] += seconds * weight / (whole if whole > 0 else 1.0)
+
+        passes = self._kinds_of_slowest_rank()
+        add(parts["compute"], {kind: sum(one) for kind, one in passes.items()}, POINTWISE)
+        add(parts.get("preparation", 0.0), {kind: one.forward for kind, one in passes.items()}, POINTWISE)
+        kinds[BUBBLE] += parts["bubble"]
+        sent, updating = self._transfers_of_slowest_rank()
+        for axis in AXES:
+            add(parts.get(axis, 0.0), sent[axis], OTHER_TRANSFERS)
+        update_sent = min(self._update_sent(), parts["optimizer"])
+        add(update_sent, updating, OTHER_TRANSFERS)
+        kinds[OPTIMIZER] += parts["optimizer"] - update_sent
+        return {kind: seconds for kind, seconds in kinds.items() if seconds}
+
+    def _kinds_of_slowest_rank(self) -> dict[str, Pass]:
+        """Return how long the rank that computes most takes for each kind of work of one microbatch."""
+        of_stages = {stage: self.compute.by_kind(stage) for stage in set(self.work.stages)}
+        of_ranks = []
+        for rank in range(self.plan.pp):
+            of_rank: dict[str, Pass] = defaultdict(lambda: NO_TIME)
+            for stage in self.work.hosted(rank):
+                for kind, seconds in of_stages[stage].items():
+                    of_rank[kind] = of_rank[kind].plus(seconds)
+            of_ranks.append(of_rank)
+        return max(of_ranks, key=lambda of_rank: sum(sum(seconds) for seconds in of_rank.values()))
+
+    def _transfers_of_slowest_rank(self) -> tuple[dict[Part, dict[str, float]], dict[str, float]]:
+        """Return the time of a rank's transfers by axis and kind, without the update's, and the update's by kind."""
+        of_ranks = [communication(self.work, pp_rank=rank) for rank in range(self.plan.pp)]
+        slowest = max(range(self.plan.pp), key=lambda rank: self.links.seconds(of_ranks[rank]))
+        sent: dict[Part, dict[str, float]] = {axis: defaultdict(float) for axis in AXES}
+        for part in of_ranks[slowest]:
+            sent[AXIS_OF[part.axis]][COLLECTIVES[part.collective]] += self.links.seconds([part])
+        updating: dict[str, float] = defaultdict(float)
+        for part in merged(self.messages.update(slowest)):
+            kind = COLLECTIVES[part.collective]
+            seconds = self.links.seconds([part])
+            updating[kind] += seconds
+            sent[AXIS_OF[part.axis]][kind] = max(0.0, sent[AXIS_OF[part.axis]][kind] - seconds)
+        return sent, updating
 
     def passes(self) -> list[Pass]:
         """Return the seconds of a forward and of its backward on every stage, with what communication adds to them."""
@@ -220,12 +290,19 @@ class StepParts:
         messages = self.messages
         held = max(map(messages.updated, range(self.plan.pp)), key=sum)
         if self.plan.offload == "none":
-            computing = max(map(self.compute.on_whole_matrices, range(self.plan.pp)))
-            sending = self._exposed(self._on_slowest_rank(messages.update), computing)
-            return self.compute.optimizer(held) + computing + sending
+            return self.compute.optimizer(held) + self._on_whole_matrices() + self._update_sent()
         # gradients go to the host and weights come back
         moved = sum(held) * (FP32_BYTES + messages.itemsize) / PCIE_BANDWIDTH
         return moved + self.work.optimizer.moved_for(held) / HOST_BANDWIDTH
+
+    def _on_whole_matrices(self) -> float:
+        return max(map(self.compute.on_whole_matrices, range(self.plan.pp)))
+
+    def _update_sent(self) -> float:
+        """Return the time that transfers add to an update; with states on the host they are not counted."""
+        if self.plan.offload != "none":
+            return 0.0
+        return self._exposed(self._on_slowest_rank(self.messages.update), self._on_whole_matrices())
 
     def _exposed(self, communication: float, computing: float, least: float = 0.0) -> float:
         """Return the time communication adds to the computing it overlaps; ``least`` of it cannot overlap."""

@@ -167,6 +167,12 @@ def step_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> S
     return step_time(Work.of(config, plan), _on_its_nodes(config, device))
 
 
+def step_by_kind(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> tuple[StepTime, dict[str, float]]:
+    """Return the time of one optimizer step like ``step_time_of``, and its seconds by kind of work."""
+    step = step_time_of(config, plan, device)
+    return step, StepParts(Work.of(config, plan), _on_its_nodes(config, device)).by_kind(step.parts)
+
+
 def forward_time(work: Work, device: DeviceSpec, tokens: float) -> float:
     """Return the seconds of one forward over ``tokens`` on ``device``, in which nothing is kept for a backward.
 
