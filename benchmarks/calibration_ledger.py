@@ -115,11 +115,7 @@ def read_figures(run: RunDirectory) -> Figures:
 
 
 def predicted_step(run: RunDirectory) -> float | None:
-    """Return the seconds of a step that a run was told to expect before it started; None if it was not.
-
-    A time model of the CPU has its place here: today ``expected.json`` is the step's FLOPs at the measured rate of
-    matrix products.
-    """
+    """Return the seconds of a step that a run was told to expect before it started; None if it was not."""
     return read_typed(run.expected, ExpectedStep).seconds if run.expected.exists() else None
 
 

@@ -169,6 +169,12 @@ def print_runs(comparison: "RunComparison") -> None:
     print_line()
     print_line("results (change against the first run; * the best):")
     _print_columns(names, results)
+    if comparison.step_rows:
+        print_line()
+        print_line("step by part, measured (predicted):")
+        _print_columns(names, comparison.step_rows)
+    for sentence in comparison.step_sentences:
+        print_line(f"step: {sentence}")
     for note in comparison.notes:
         print_line(f"note: {note}")
 

@@ -68,14 +68,14 @@ def device_for(config: RunConfig, plan: ParallelPlan | None = None, *, may_measu
     notes: list[str] = []
     is_foreign = False
     spec = None
-    if plan is not None and _is_measurable(config, plan):
+    if plan is not None and is_measurable(config, plan):
         found = named_profile(config.launch, "cpu", None, notes.append)
         is_foreign = found is not None and found.is_foreign
         spec = measured_cpu(config, plan, may_measure=may_measure, tell=notes.append)
     return KnownDevice(spec, is_foreign, "; ".join(dict.fromkeys(notes)))
 
 
-def _is_measurable(config: RunConfig, plan: ParallelPlan) -> bool:
+def is_measurable(config: RunConfig, plan: ParallelPlan) -> bool:
     """Return whether calibration measures the operations that a plan runs on a processor."""
     return not plan.compile and plan.zero_backend != "deepspeed" and config.training.precision not in {"fp16", "fp8"}
 

@@ -13,7 +13,7 @@ from llama_core.config.parameter_counts import counts_in_words
 from llama_core.config.recorded import RECORDED, differences
 from llama_core.config.run import RANDOM_BASE, RunConfig
 from llama_core.config.settings import DATALOADER, SAMPLE
-from llama_core.errors import RequestError, RunDirectoryError
+from llama_core.errors import RequestError, RunDirectoryError, TrainingInfraError
 from llama_core.hugging_face.pretrained import origin_of
 from llama_core.launch.jobs.launcher import launcher_of
 from llama_core.launch.jobs.submission import attach
@@ -34,6 +34,7 @@ from llama_core.registry import Registry
 from llama_core.runs.console import say
 from llama_core.runs.continuing import continuing, is_finished, settings_to_continue, step_to_continue
 from llama_core.runs.loading import load_config, load_plan
+from llama_core.runs.step_parts import explained_step
 from llama_core.schedules.registry import SCHEDULES
 from llama_core.trackers.registry import TRACKERS
 from llama_core.training.rates import learning_rate
@@ -160,6 +161,17 @@ def say_timed(run: RunDirectory, timed: BenchmarkRecord | None) -> None:
         say("benchmark", timed.summary())
         if timed.disturbance:
             say("note", f"in the timed steps, {timed.disturbance}")
+
+
+def say_step(run: RunDirectory) -> None:
+    """Print how a step's time differs from its prediction, and what part explains most; nothing without both."""
+    try:
+        explained = explained_step(run)
+    except TrainingInfraError as error:  # the run itself has ended well
+        say("step", f"not compared with its prediction: {error}")
+        return
+    for sentence in explained.sentences() if explained else ():
+        say("step", sentence)
 
 
 def _continued_as(config: RunConfig) -> str:

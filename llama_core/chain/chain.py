@@ -20,6 +20,7 @@ from llama_core.chain.announcements import (
     say_model,
     say_packages,
     say_plan,
+    say_step,
     say_timed,
     say_weights,
 )
@@ -123,6 +124,7 @@ def _run_prepared(run: RunDirectory, steps: Steps, *, detach: bool) -> RunDirect
             say("train", trained.summary())
             steps.evaluate(run)
         say_timed(run, steps.benchmark(run))
+        say_step(run)
         if trained is not None:
             say_samples(run, trained)
     if trained is not None:

@@ -1,10 +1,12 @@
 """How long a run will take, said before it starts and while somebody waits for its first step."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 
-from llama_core.calibration.demand import device_for
+from llama_core.calibration.demand import device_for, is_measurable
+from llama_core.config.hardware import DeviceSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import ConfigError, TrainingInfraError
@@ -15,7 +17,7 @@ from llama_core.planning.time.step_time import (
     forward_flops_per_token,
     forward_time_of,
     hardware_flops_per_token,
-    step_time_of,
+    step_by_kind,
 )
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
@@ -42,40 +44,17 @@ CORE_RATE = 6e10
 _QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, fewer --steps, or a GPU"
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long a step of a run takes on a CPU."""
-
-    seconds: float
-    flops: float
-    """Of a step, over all ranks."""
-    told_by: str
-    """What it follows from, in a clause."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """The seconds of its parts, as in ``StepTime``; empty if only the whole is known."""
-
-    @property
-    def is_rough(self) -> bool:
-        """Whether it is no more than FLOPs over a rate."""
-        return not self.parts
-
-    @property
-    def flops_per_second(self) -> float:
-        """The rate of a whole step."""
-        return self.flops / self.seconds
-
-
-def rough_pace(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -> Pace:
-    """Return the pace that follows from the rate of large matrix products, of all ranks together."""
+def rough_step(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -> ExpectedStep:
+    """Return the step that follows from the rate of large matrix products, of all ranks together."""
     flops = _step_flops(config, plan)
     told_by = f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s, and a step reaches about half of that"
-    return Pace(flops / (CPU_SHARE * flops_per_second), flops, told_by)
+    return ExpectedStep(flops / (CPU_SHARE * flops_per_second), flops, told_by)
 
 
-def pace_here(
+def step_here(
     config: RunConfig, plan: ParallelPlan, *, may_measure: bool, tell: Callable[[str], None] = lambda text: None
-) -> Pace:
-    """Return the pace of a run on this machine's CPU.
+) -> ExpectedStep:
+    """Return the step of a run on this machine's CPU.
 
     Args:
         config: the resolved configuration.
@@ -84,21 +63,23 @@ def pace_here(
             does not know them. They are only for a run that lasts longer than that.
         tell: called with a line that says why the profile is not used.
     """
-    rough = rough_pace(config, plan, _rate_here(config.training.precision))
+    rough = rough_step(config, plan, _rate_here(config.training.precision))
+    if not is_measurable(config, plan):
+        return replace(rough, rates="unmodelled")
     steps = config.training.steps or LONG_RUN_SECONDS
     is_worth_it = may_measure and rough.seconds * steps >= WORTH_MEASURING_SECONDS > rough.seconds
     try:
-        return measured_pace(config, plan, may_measure=is_worth_it, tell=tell) or rough
+        return measured_step(config, plan, may_measure=is_worth_it, tell=tell) or rough
     except ConfigError:  # the profile that the user names
         raise
     except (TrainingInfraError, OSError):  # the run itself says what is wrong with this machine
         return rough
 
 
-def measured_pace(
+def measured_step(
     config: RunConfig, plan: ParallelPlan, *, may_measure: bool = False, tell: Callable[[str], None] = lambda text: None
-) -> Pace | None:
-    """Return the pace of a run on a CPU from the times of its operations; None if they were not measured.
+) -> ExpectedStep | None:
+    """Return the step of a run on a CPU from the times of its operations; None if they were not measured.
 
     Args:
         config: the resolved configuration.
@@ -113,11 +94,30 @@ def measured_pace(
     known = device_for(config, plan, may_measure=may_measure)
     if known.note:
         tell(known.note)
-    if known.spec is None:
-        return None
-    step = step_time_of(config, plan, known.spec)
-    parts: dict[str, float] = {str(part): seconds for part, seconds in step.parts.items()}
-    return Pace(step.total, _step_flops(config, plan), f"from operations {known.source}", parts)
+    return None if known.spec is None else _step_on(known.spec, config, plan)
+
+
+def step_on_gpu(config: RunConfig, plan: ParallelPlan) -> ExpectedStep:
+    """Return the step of a run on GPUs.
+
+    Raises:
+        ConfigError: if the GPU is not known, or the profile that the user names cannot be used.
+    """
+    return _step_on(_gpu(config), config, plan)
+
+
+def _gpu(config: RunConfig) -> DeviceSpec:
+    device = device_for(config).spec
+    assert device is not None  # a GPU has a data sheet
+    return device
+
+
+def _step_on(device: DeviceSpec, config: RunConfig, plan: ParallelPlan) -> ExpectedStep:
+    step, kinds = step_by_kind(config, plan, device)
+    flops = _step_flops(config, plan)
+    if device.measured:
+        return ExpectedStep(step.total, flops, f"from operations {device.source}", kinds, "operations")
+    return ExpectedStep(step.total, flops, f"from the data sheet of {device.label}", kinds, "data sheet")
 
 
 def expected_time(run: RunDirectory) -> str:
@@ -130,15 +130,14 @@ def expected_time(run: RunDirectory) -> str:
         with intact(run.data):
             num_sequences = int(read_json(run.data)["num_sequences"])
     plan = load_plan(run)
-    return slow_steps(config, plan, _recorded_pace(run, config, plan), num_sequences, _reference_tokens(run, config))
+    return slow_steps(config, plan, _recorded_step(run, config, plan), num_sequences, _reference_tokens(run, config))
 
 
-def _recorded_pace(run: RunDirectory, config: RunConfig, plan: ParallelPlan) -> Pace:
-    """Return the pace that ``record_expected_step`` has recorded."""
-    if not run.expected.exists():
-        return pace_here(config, plan, may_measure=False)
-    recorded = read_typed(run.expected, ExpectedStep)
-    return Pace(recorded.seconds, recorded.flops, recorded.told_by, recorded.parts)
+def _recorded_step(run: RunDirectory, config: RunConfig, plan: ParallelPlan) -> ExpectedStep:
+    """Return the step that ``record_expected_step`` has recorded, or else what it would be without measuring."""
+    if run.expected.exists():
+        return read_typed(run.expected, ExpectedStep)
+    return step_on_gpu(config, plan) if config.launch.device == "cuda" else step_here(config, plan, may_measure=False)
 
 
 def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
@@ -172,13 +171,13 @@ def expected_here(
     """
     if config.launch.device != "cpu":
         return ""
-    pace = pace_here(config, plan, may_measure=False) if _computes_here(config) and may_be_rough else None
-    pace = pace or measured_pace(config, plan)
-    if pace is None:
+    is_rough_enough = may_be_rough and _computes_here(config)
+    step = step_here(config, plan, may_measure=False) if is_rough_enough else measured_step(config, plan)
+    if step is None:
         return ""
     of_a_step = plan.batch_size * config.seq_len
     steps = config.training.steps if num_tokens is None else max(1, round(num_tokens / of_a_step))
-    return _told(config, plan, pace, steps, reference_tokens)
+    return _told(config, plan, step, steps, reference_tokens)
 
 
 def _computes_here(config: RunConfig) -> bool:
@@ -186,17 +185,23 @@ def _computes_here(config: RunConfig) -> bool:
 
 
 def record_expected_step(run: RunDirectory) -> None:
-    """Record how long a step should take, for the report to compare; only for a run on this machine's CPU."""
+    """Record how long a step should take, by part: for a run on GPUs, or on this machine's CPU.
+
+    The reports compare it with what the steps took.
+    """
     config = load_config(run)
-    if _computes_here(config):
-        pace = pace_here(config, load_plan(run), may_measure=True, tell=partial(say, "note"))
-        write_json(run.expected, ExpectedStep(pace.seconds, pace.flops, pace.told_by, pace.parts))
+    plan = load_plan(run)
+    if config.launch.device == "cuda":
+        with suppress(ConfigError):  # a GPU whose rates nobody knows
+            write_json(run.expected, step_on_gpu(config, plan))
+    elif _computes_here(config):
+        write_json(run.expected, step_here(config, plan, may_measure=True, tell=partial(say, "note")))
 
 
 def slow_steps(
     config: RunConfig,
     plan: ParallelPlan,
-    pace: Pace,
+    step: ExpectedStep,
     num_sequences: int | None,
     reference_tokens: float = 0,
 ) -> str:
@@ -205,7 +210,7 @@ def slow_steps(
     Args:
         config: the resolved configuration.
         plan: its plan.
-        pace: the time of a step.
+        step: the time of a step.
         num_sequences: sequences of an epoch; None if unknown.
         reference_tokens: tokens over which the reference of the objective is computed.
     """
@@ -213,26 +218,26 @@ def slow_steps(
     steps = training.steps
     if num_sequences is not None:
         steps = training.total_steps(num_sequences / config.batch_size)
-    reference = _reference_seconds(config, reference_tokens, pace)
-    whole = reference + _run_seconds(config, plan, pace.seconds, steps or 0)
-    if pace.seconds < SLOW_STEP_SECONDS and whole < LONG_RUN_SECONDS:
+    reference = _reference_seconds(config, reference_tokens, step)
+    whole = reference + _run_seconds(config, plan, step.seconds, steps or 0)
+    if step.seconds < SLOW_STEP_SECONDS and whole < LONG_RUN_SECONDS:
         return ""
-    return f"{_told(config, plan, pace, steps, reference_tokens)}; {_QUICKER}"
+    return f"{_told(config, plan, step, steps, reference_tokens)}; {_QUICKER}"
 
 
-def _told(config: RunConfig, plan: ParallelPlan, pace: Pace, steps: int | None, reference_tokens: float) -> str:
+def _told(config: RunConfig, plan: ParallelPlan, step: ExpectedStep, steps: int | None, reference_tokens: float) -> str:
     whole = ""
     if steps:
         whole = (
             f", the {counted(steps, 'step')} of the run "
-            f"{format_duration(_run_seconds(config, plan, pace.seconds, steps))}"
+            f"{format_duration(_run_seconds(config, plan, step.seconds, steps))}"
         )
     if reference_tokens:
-        reference = _reference_seconds(config, reference_tokens, pace)
+        reference = _reference_seconds(config, reference_tokens, step)
         whole += f", the reference before the first step {format_duration(reference)}"
     return (
-        f"a step takes about {format_duration(pace.seconds)} on this CPU ({pace.flops / TFLOP:,.1f} TFLOP; "
-        f"{pace.told_by}){whole}"
+        f"a step takes about {format_duration(step.seconds)} on this CPU ({step.flops / TFLOP:,.1f} TFLOP; "
+        f"{step.told_by}){whole}"
     )
 
 
@@ -241,12 +246,12 @@ def _run_seconds(config: RunConfig, plan: ParallelPlan, step_seconds: float, ste
     return step_seconds * config.tokens_before(steps) / (plan.batch_size * config.seq_len)
 
 
-def _reference_seconds(config: RunConfig, reference_tokens: float, pace: Pace) -> float:
+def _reference_seconds(config: RunConfig, reference_tokens: float, step: ExpectedStep) -> float:
     """Return the time of the reference's forward at the rate of a step."""
     if not reference_tokens:
         return 0.0
     flops = reference_tokens * forward_flops_per_token(spec_before_run(config), config.seq_len)
-    return flops / pace.flops_per_second
+    return flops / step.flops_per_second
 
 
 def expected_step(run: RunDirectory) -> str:
@@ -263,23 +268,21 @@ def _step(run: RunDirectory) -> str:
     reference_tokens = _reference_tokens(run, config)
     if config.launch.device == "cpu":
         if config.launch.is_here:
-            pace = _recorded_pace(run, config, plan)
+            step = _recorded_step(run, config, plan)
         else:
             cores = plan.world_size * config.launch.request.cores_of_a_rank("cpu")
-            pace = measured_pace(config, plan) or rough_pace(config, plan, cores * CORE_RATE)
-        roughly = "roughly" if pace.is_rough else "about"
-        before = _before_the_first(_reference_seconds(config, reference_tokens, pace))
-        return f"a step of {pace.flops / TFLOP:.3g} TFLOP takes {roughly} {format_duration(pace.seconds)}{before}"
-    known = device_for(config)
-    device = known.spec
-    assert device is not None  # a GPU has a data sheet
-    took = step_time_of(config, plan, device)
+            step = measured_step(config, plan) or rough_step(config, plan, cores * CORE_RATE)
+        roughly = "roughly" if step.is_rough else "about"
+        before = _before_the_first(_reference_seconds(config, reference_tokens, step))
+        return f"a step of {step.flops / TFLOP:.3g} TFLOP takes {roughly} {format_duration(step.seconds)}{before}"
+    device = _gpu(config)
+    step = _recorded_step(run, config, plan)
     before = ""
     if reference_tokens:
         before = _before_the_first(forward_time_of(config, plan, device, reference_tokens))
     compiles = ", and the first compiles the blocks" if plan.compile else ""
-    took_and_before = f"about {format_duration(took.total)} a step on {device.label}{before}{compiles}"
-    return f"{took_and_before} (rates: {known.source})"
+    known = f"rates: {device_for(config).source}"
+    return f"about {format_duration(step.seconds)} a step on {device.label}{before}{compiles} ({known})"
 
 
 def _before_the_first(reference_seconds: float) -> str:

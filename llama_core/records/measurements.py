@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import quantiles
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,9 @@ NAMED_LOSS = "eval_loss/"
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time above zero, so that it can be a divisor."""
+RatesOrigin = Literal["operations", "data sheet", "matrix products", "unmodelled"]
+"""Where the rates of a predicted step come from: the machine's operations, each measured; the device's data sheet; the
+machine's matrix products alone; or these because no others are modelled for such a run."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +108,28 @@ _FIELDS_OF_STEPS = frozenset(one.name for one in fields(StepRecord))
 
 @dataclass(frozen=True)
 class ExpectedStep:
-    """How long a step should take on a CPU."""
+    """How long a step should take, told before the run."""
 
-    seconds: float
+    seconds: Seconds
     flops: float
     """Of a whole step, over all ranks."""
     told_by: str
-    """What that follows from, in a clause: times of operations that were measured, or a rate of matrix products."""
+    """What that follows from, in a clause: times of operations that were measured, a rate of matrix products, or a data
+    sheet."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The seconds of the planner's parts of a step; empty if only the whole is known."""
+    """The seconds of its parts, by kind of work (``step_parts``); empty if only the whole is known."""
+    rates: RatesOrigin = "matrix products"
+    """Where the rates come from."""
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether it is no more than FLOPs over a rate."""
+        return not self.parts
+
+    @property
+    def flops_per_second(self) -> float:
+        """The rate of a whole step."""
+        return self.flops / self.seconds
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 import plotly.graph_objects as go
 
 from llama_core.records.profiles import ProfileRecord
+from llama_core.records.step_parts import BUBBLE, COMPUTING, HOST, OPTIMIZER, TRANSFERS
 from llama_core.units import TFLOP, format_duration
 from training_reports.by_step import PART_COLORS, measured_parts
 from training_reports.contents import RunContents
 from training_reports.figures import add_bar, stack_bars, styled_figure
 from training_reports.layout import Panel
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
 MAX_PROFILES = 8
 """Most profiled ranks with a bar of their own; the table of profiles has all."""
 
@@ -54,21 +54,17 @@ def step_parts(rows: Mapping[str, Mapping[str, float]]) -> go.Figure:
 
 def predicted(contents: RunContents) -> dict[str, float]:
     """Return the planner's parts of a step in seconds; empty without a prediction."""
-    if contents.expected is not None:
-        parts = contents.expected.parts
-        return _planned_parts(parts) if parts else {"computing": contents.expected.seconds}
-    step = (contents.choice or {}).get("step") or {}
-    if "compute_seconds" not in step:
+    expected = contents.expected
+    if expected is None:
         return {}
-    return _planned_parts({name.removesuffix("_seconds"): seconds for name, seconds in step.items()})
-
-
-def _planned_parts(step: Mapping[str, float]) -> dict[str, float]:
+    if not expected.parts:
+        return {"computing": expected.seconds}
     return {
-        "computing": step["compute"] + step.get("preparation", 0.0),
-        "communication": sum(step.get(axis, 0.0) for axis in AXES),
-        "pipeline bubble": step.get("bubble", 0.0),
-        "optimizer": step.get("optimizer", 0.0),
+        "computing": sum(expected.parts.get(kind, 0.0) for kind in COMPUTING),
+        "communication": sum(expected.parts.get(kind, 0.0) for kind in TRANSFERS),
+        "pipeline bubble": expected.parts.get(BUBBLE, 0.0),
+        "optimizer": expected.parts.get(OPTIMIZER, 0.0),
+        "idle": expected.parts.get(HOST, 0.0),
     }
 
 
@@ -95,7 +91,7 @@ def profiled(contents: RunContents) -> dict[str, dict[str, float]]:
 def _parts(profile: ProfileRecord, num_steps: int) -> dict[str, float]:
     if profile.span_seconds is None:  # on a CPU, operators of all threads, one after the other
         whole = sum(profile.seconds.values())
-        communication = profile.seconds.get("communication", 0.0)
+        communication = profile.communication_seconds
         idle = 0.0
     else:  # on a GPU, where communication may hide behind computing
         whole = profile.span_seconds
@@ -125,13 +121,8 @@ def _notes(contents: RunContents) -> Iterator[str]:
             f"Predicted before the run, {expected.told_by}: {format_duration(expected.seconds)} for "
             f"{expected.flops / TFLOP:.3g} TFLOP."
         )
-    elif predicted(contents):
-        yield "Predicted by the planner, before the run: computing is forward and backward."
-        yield from planned_communication(contents)
-    elif contents.setting("launch", "device") == "cpu":
-        yield contents.missing.get("expected", "No prediction.")
     else:
-        yield contents.missing.get("choice", "No prediction: the search for a plan recorded no times.")
+        yield contents.missing.get("expected", "No prediction.")
     if contents.profiles and contents.benchmark:
         on_gpu = contents.profiles[0].span_seconds is not None
         counts = "Only communication not hidden by computing" if on_gpu else "The operators' own time on all threads"
@@ -140,16 +131,4 @@ def _notes(contents: RunContents) -> Iterator[str]:
         yield (
             "Communication is not measured separately, because that would slow the steps. To measure it in a new run "
             f"of the same configuration: {contents.profile_command}"
-        )
-
-
-def planned_communication(contents: RunContents) -> Iterator[str]:
-    """Yield a sentence on the communication of the planned step, if the plan was searched for and there is any."""
-    step = (contents.choice or {}).get("step") or {}
-    added = {axis: step.get(f"{axis}_seconds", 0.0) for axis in AXES}
-    if sum(added.values()) > 0:
-        share = ", ".join(f"{axis} {seconds:.3g} s" for axis, seconds in added.items() if seconds > 0)
-        yield (
-            f"Planned, not measured: communication that computing does not hide takes {sum(added.values()):.3g} s of a "
-            f"step of {step['step_seconds']:.3g} s ({share})."
         )

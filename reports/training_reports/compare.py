@@ -49,6 +49,8 @@ def write_comparison(path: Path, comparison: RunComparison) -> Path:
         notes=comparison.notes,
         cards=list(_cards(comparison)),
         panels=[*_loss_panels(runs), *_bars(comparison)],
+        step_rows=[(name, *cells) for name, cells in comparison.step_rows],
+        step_sentences=comparison.step_sentences,
         measures=[(one.name, list(enumerate(one.cells())), one.winner) for one in comparison.measures],
     )
 

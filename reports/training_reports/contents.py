@@ -30,6 +30,7 @@ from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.records.timelines import LaneRecord, read_lanes
 from llama_core.redaction import shell_word
+from llama_core.runs.step_parts import CLOCKS, SlowerStep, compared_step, remedy
 
 MEASURES = {
     "cpu": "the memory in use, as the C library counts it",
@@ -135,6 +136,18 @@ class RunContents:
             settings_changes=_readable(lambda: read_settings_changes(run)),
             scores=_readable(lambda: read_scores(run)),
         )
+
+    @cached_property
+    def explained_step(self) -> SlowerStep | None:
+        """The parts of a step, predicted and measured; None without a prediction or a measurement."""
+        if self.expected is None or self.run_config is None or self.parallel_plan is None:
+            return None
+        rows = self.steps.iloc[1:] if len(self.steps) > 1 else self.steps
+        clocks = {} if rows.empty else {name: float(rows[name].mean()) for name in CLOCKS}
+        step = compared_step(self.expected, self.profiles, self.benchmark, clocks, self.lanes)
+        if step is None:
+            return None
+        return SlowerStep(step, remedy(step, self.expected, self.run_config, self.parallel_plan, self.path))
 
     @property
     def profile_command(self) -> str:
@@ -280,11 +293,6 @@ class _Environment:
 @dataclass
 class _Step:
     step_seconds: float
-    tp_seconds: float = 0
-    cp_seconds: float = 0
-    ep_seconds: float = 0
-    dp_seconds: float = 0
-    pp_seconds: float = 0
 
 
 @dataclass

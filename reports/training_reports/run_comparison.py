@@ -9,6 +9,8 @@ from typing import Any
 
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.step_parts import WHOLE
+from llama_core.runs.step_parts import SlowerStep
 from llama_core.sweep.directory import SweepDirectory, read_record
 from llama_core.sweep.grid import HELD_OUT
 from training_reports.compared_run import SOFTWARE, ComparedRun
@@ -38,8 +40,36 @@ class RunComparison:
             "runs": {run.name: str(run.path) for run in self.runs},
             "differences": {key: self._by_run(values) for key, values in self.differences},
             "measures": {one.name: self._by_run(one.values) for one in self.measures},
+            "step_parts": self._by_run([one and one.step.as_dict() for one in self.explained_steps]),
+            "slower_steps": self._by_run([one and one.as_dict() for one in self.explained_steps]),
             "notes": list(self.notes),
         }
+
+    @property
+    def explained_steps(self) -> list[SlowerStep | None]:
+        """The step of each run by part, predicted and measured; None where a run has no prediction or measurement."""
+        return [run.contents.explained_step for run in self.runs]
+
+    @property
+    def step_rows(self) -> list[tuple[str, list[str]]]:
+        """The parts of a step, each with both times of every run; empty if no run has a prediction."""
+        rows: dict[str, list[str]] = {}
+        for place, one in enumerate(self.explained_steps):
+            for name, predicted, measured, _ in one.step.rows() if one else ():
+                cells = rows.setdefault(name, [NOTHING] * len(self.runs))
+                cells[place] = f"{measured} (predicted {predicted})"
+        if WHOLE in rows:
+            rows[WHOLE] = rows.pop(WHOLE)  # at the end
+        return list(rows.items())
+
+    @property
+    def step_sentences(self) -> list[str]:
+        """What explains the time of each run's step."""
+        sentences = []
+        for run, one in zip(self.runs, self.explained_steps, strict=True):
+            if one is not None:
+                sentences.append(f"{run.name}: {' '.join(one.sentences())}")
+        return sentences
 
     def _by_run(self, values: Sequence[Any]) -> dict[str, Any]:
         return {run.name: value for run, value in zip(self.runs, values, strict=True)}

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from llama_core.chain import expected
-from llama_core.chain.expected import CPU_SHARE, SLOW_STEP_SECONDS, expected_here, expected_step, rough_pace, slow_steps
+from llama_core.chain.expected import (
+    CPU_SHARE,
+    SLOW_STEP_SECONDS,
+    expected_here,
+    expected_step,
+    record_expected_step,
+    rough_step,
+    slow_steps,
+)
 from llama_core.chain.planned import plan_for_gpu
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
@@ -13,7 +21,8 @@ from llama_core.data.check import DataCheck
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import forward_time_of, hardware_flops_per_token, step_time_of
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import write_json
+from llama_core.records.files import read_typed, write_json
+from llama_core.records.measurements import ExpectedStep
 from llama_core.units import TFLOP, format_duration
 
 
@@ -21,7 +30,7 @@ def told(batch_size, num_sequences=None, reference_tokens=0, **training):
     settings = {"seq_len": 2048, "batch_size": batch_size} | training
     config = RunConfig.from_mapping({"model": "tiny_llama3_150m", "training": settings, "launch": {"device": "cpu"}})
     plan = ParallelPlan(num_microbatches=batch_size)
-    return slow_steps(config, plan, rough_pace(config, plan, 0.1 * TFLOP), num_sequences, reference_tokens)
+    return slow_steps(config, plan, rough_step(config, plan, 0.1 * TFLOP), num_sequences, reference_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +158,18 @@ def test_the_step_expected_of_a_gpu_is_the_planned_one(tmp_path):
     write_json(run.plan, planned.plan.as_dict())
     assert replace(planned, choice=None).step == planned.step
     assert expected_step(run).startswith(f"expected: about {format_duration(planned.step.total)} a step on ")
+
+
+def test_the_step_of_a_gpu_is_recorded_with_its_parts_and_where_its_rates_come_from(tmp_path):
+    planned = plan_for_gpu(RunConfig.from_mapping({"model": "llama3_8b", "parallel": {"gpus": 8}} | PAIRS))
+    run = RunDirectory(tmp_path)
+    run.config.write_text(planned.config.to_yaml())
+    write_json(run.plan, planned.plan.as_dict())
+    told = expected_step(run)
+    record_expected_step(run)
+    step = read_typed(run.expected, ExpectedStep)
+    assert step.seconds == pytest.approx(planned.step.total)
+    assert sum(step.parts.values()) == pytest.approx(step.seconds)
+    assert step.rates == "data sheet"
+    assert step.told_by == "from the data sheet of H100 SXM 80 GB"
+    assert expected_step(run) == told

@@ -1,22 +1,26 @@
 """The time of a step: a bar for what was predicted, measured and profiled, and a sentence for what was not."""
 
+import html
+import re
 from dataclasses import replace
 
 import pytest
 from synthetic_run import BENCHMARK, step_record, write_run
 
-from llama_core.records.files import write_json
+from llama_core.records.files import read_json, write_json
 from llama_core.records.measurements import ExpectedStep
 from llama_core.records.profiles import ProfileRecord, write_profile
 from training_reports.breakdown import step_breakdown
 from training_reports.contents import RunContents
+from training_reports.page import write_report
 
-STEP = {
-    "step_seconds": 3.0,
-    "compute_seconds": 2.0,
-    "bubble_seconds": 0.25,
-    "tp_seconds": 0.5,
-    "optimizer_seconds": 0.25,
+PARTS = {
+    "matrix products": 6.0,
+    "attention": 1.0,
+    "head and loss": 2.0,
+    "pipeline bubble": 0.25,
+    "all-reduce": 0.5,
+    "optimizer": 0.25,
 }
 
 
@@ -45,27 +49,57 @@ def test_the_measured_bar_is_the_mean_step_without_the_first(run):
 def test_a_prediction_has_a_bar_of_its_own_with_all_its_time(run):
     assert list(bars(run)) == ["measured"]
     assert "No expected time yet" in notes(run)
-    write_json(run.choice, {"step": STEP})
+    write_json(run.expected, ExpectedStep(10.0, 2e11, "from operations", PARTS, "operations"))
     predicted = bars(run)["predicted"]
-    assert predicted == {"computing": 2.0, "communication": 0.5, "pipeline bubble": 0.25, "optimizer": 0.25}
-    assert sum(predicted.values()) == STEP["step_seconds"]
-    assert "No prediction" not in notes(run)
+    assert predicted == {"computing": 9.0, "communication": 0.5, "pipeline bubble": 0.25, "optimizer": 0.25}
+    assert "Predicted before the run, from operations: 10.0 s for 0.2 TFLOP." in notes(run)
 
 
-def test_the_bar_of_a_cpu_is_the_expected_time(run):
+def test_the_bar_of_a_step_predicted_as_a_whole_is_one(run):
     write_json(run.expected, ExpectedStep(seconds=4.0, flops=2e11, told_by="from a guess"))
     assert bars(run)["predicted"] == {"computing": 4.0}
-    assert "Predicted before the run, from a guess: 4.0 s for 0.2 TFLOP." in notes(run)
-    parts = {"compute": 3.0, "bubble": 0.0, "tp": 0.25, "dp": 0.25, "optimizer": 0.5}
-    write_json(run.expected, ExpectedStep(seconds=4.0, flops=2e11, told_by="from operations", parts=parts))
-    assert bars(run)["predicted"] == {"computing": 3.0, "communication": 0.5, "optimizer": 0.5}
+
+
+def table(page):
+    """Return the cells of the table of a step's parts on a page, by part."""
+    section = page.partition("<h2>Step by part: predicted and measured</h2>")[2].partition("</section>")[0]
+    found = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', section, re.DOTALL)
+    return {name: re.findall(r"<td>(.*?)</td>", cells) for name, cells in found}
+
+
+def test_the_page_has_the_parts_of_the_prediction_and_names_the_one_that_explains_most(run):
+    write_json(run.expected, ExpectedStep(10.0, 2e11, "from operations", PARTS, "operations"))
+    write_json(run.benchmark, replace(BENCHMARK, step_seconds=(15.0,) * 4))
+    seconds = {kind: 4 * seconds for kind, seconds in PARTS.items()} | {"attention": 24.0}
+    del seconds["pipeline bubble"]
+    write_profile(run, ProfileRecord(0, seconds))
+    page = write_report(run).read_text()
+    rows = table(page)
+    for part in ("matrix products", "attention", "head and loss", "optimizer"):
+        assert rows[part][0] == f"{read_json(run.expected)['parts'][part]:.3g} s"
+    assert rows["whole step"][:2] == ["10 s", "15 s"]
+    assert "attention explains most of the difference of +5 s: 6 s, predicted 1 s (+5 s)." in html.unescape(page)
+    assert "<code>training-infra calibrate</code>" in page
+
+
+def test_a_page_without_a_prediction_says_so_and_has_no_table(run):
+    page = write_report(run).read_text()
+    assert table(page) == {}
+    assert "No expected time yet: expected.json has not been written." in page
+
+
+def test_a_damaged_prediction_is_no_prediction(run):
+    run.expected.write_text('{"schema_version": 1, "seconds": -1}')
+    page = write_report(run).read_text()
+    assert table(page) == {}
+    assert "expected.json is damaged" in page
 
 
 def test_a_run_of_several_ranks_without_a_profile_says_how_to_measure_communication(run):
     assert "training-infra profile" not in notes(run)
     write_json(run.plan, {"dp_replicate": 2})
     assert f"training-infra profile {run.path}" in notes(run)
-    write_profile(run, ProfileRecord(0, {"communication": 1.0, "matrix products": 2.0}))
+    write_profile(run, ProfileRecord(0, {"all-reduce": 1.0, "matrix products": 2.0}))
     assert "training-infra profile" not in notes(run)
 
 
@@ -73,11 +107,13 @@ def test_a_run_of_several_ranks_without_a_profile_says_how_to_measure_communicat
     ("profile", "expected"),
     [
         (
-            ProfileRecord(0, {"communication": 5.0, "matrix products": 20.0, "optimizer": 10.0}),
+            ProfileRecord(
+                0, {"all-reduce": 2.0, "other communication": 3.0, "matrix products": 20.0, "optimizer": 10.0}
+            ),
             {"communication": 1.0, "computing": 4.0, "optimizer": 2.0},
         ),
         (
-            ProfileRecord(0, {"communication": 9.0, "matrix products": 20.0, "optimizer": 5.0}, 40.0, 10.0, 5.0),
+            ProfileRecord(0, {"all-gather": 9.0, "matrix products": 20.0, "optimizer": 5.0}, 40.0, 10.0, 5.0),
             {"communication": 1.0, "computing": 4.0, "optimizer": 1.0, "idle": 2.0},
         ),
     ],

@@ -13,6 +13,7 @@ from llama_core.config.run import RunConfig
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
+from llama_core.records.measurements import ExpectedStep
 from training_infra.cli import main
 from training_reports.compare import write_comparison
 from training_reports.run_comparison import compare_runs
@@ -284,3 +285,27 @@ def test_the_command_prints_a_table_and_the_page_or_json(pair, tmp_path, capsys,
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
     paths = [write(tmp_path / place / "run") for place in ("a", "b")]
     assert [run.name for run in compare_runs(paths).runs] == list(map(str, paths))
+
+
+def test_the_parts_of_a_step_are_compared_with_their_prediction(pair, tmp_path, capsys):
+    parts = {"matrix products": 10.0, "optimizer": 0.7}
+    write_json(RunDirectory(pair[0]).expected, ExpectedStep(10.7, 1e12, "from a table", parts, "operations"))
+    assert main(["compare", *map(str, pair), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    of_first = record["step_parts"]["first"]["parts"]
+    assert of_first["computing"]["predicted_seconds"] == 10.0
+    assert of_first["optimizer"]["predicted_seconds"] == 0.7
+    assert record["step_parts"]["second"] is None
+    assert record["slower_steps"]["first"]["main"] == "computing"
+    assert record["slower_steps"]["first"]["command"] == f"training-infra profile {pair[0]}"
+    assert main(["compare", *map(str, pair), "--out", str(tmp_path / "page.html")]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"^computing +1[01]\.?\d* s \(predicted 10 s\) +—$", told, re.MULTILINE)
+    assert "step: first: A step took" in told
+    assert "Step by part: measured and predicted" in (tmp_path / "page.html").read_text()
+
+
+def test_runs_without_a_prediction_are_compared_without_their_parts(pair, tmp_path, capsys):
+    assert main(["compare", *map(str, pair), "--out", str(tmp_path / "page.html")]) == 0
+    assert "step by part" not in capsys.readouterr().out
+    assert "Step by part" not in (tmp_path / "page.html").read_text()

@@ -34,6 +34,7 @@ from llama_core.records.data_changes import DataChange, record_data_change
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.held_out import HeldOutRows
+from llama_core.records.measurements import ExpectedStep
 from llama_core.records.timelines import LaneRecord, write_lane
 from llama_core.units import GIB, MIB, format_bytes
 from training_reports import page as page_of_run
@@ -90,14 +91,18 @@ def test_a_model_with_another_architecture_is_not_called_by_its_name_alone(run):
     assert "Model of another version " in report(run).text
 
 
-def test_communication_is_shown_as_planned_where_a_plan_was_searched_for(run):
-    assert "Planned, not measured" not in report(run).text
-    parts = {"tp_seconds": 0.25, "dp_seconds": 0.5, "pp_seconds": 0.0}
-    write_json(run.choice, {"step": {"step_seconds": 3.0, "compute_seconds": 2.25, **parts}})
-    assert (
-        "Planned, not measured: communication that computing does not hide takes 0.75 s of a step of 3 s "
-        "(tp 0.25 s, dp 0.5 s)." in report(run).text
-    )
+def test_communication_is_shown_as_predicted_where_no_profile_measured_it(run):
+    assert "Step by part" not in report(run).text
+    parts = {"matrix products": 2.25, "all-gather": 0.25, "all-reduce": 0.5}
+    write_json(run.expected, ExpectedStep(3.0, 1e12, "from a data sheet", parts, "data sheet"))
+    page = report(run)
+    assert any("predicted computing 2.25 s, communication 0.75 s" in label for label in labels(page))
+    assert re.search(r"computing and communication\s+3 s\s", page.text)
+
+
+def labels(page):
+    """Return what screen readers say of the figures."""
+    return [attributes["aria-label"] for _, attributes in page.elements if "aria-label" in attributes]
 
 
 def facts(page):

@@ -12,7 +12,7 @@ from test_references import column, damage, swap, weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from trained_tokenizers import byte_level
 
-from llama_core.chain.expected import Pace, _reference_seconds
+from llama_core.chain.expected import _reference_seconds
 from llama_core.chain.planned import plan_for_gpu, planned_as
 from llama_core.chain.prepare import refuse_unfit_teacher
 from llama_core.config.config_json.writing import config_json
@@ -37,6 +37,7 @@ from llama_core.planning.search.auto import choose_plan
 from llama_core.planning.time.step_time import forward_flops_per_token, forward_time
 from llama_core.planning.work import Work
 from llama_core.records.directory import RunDirectory
+from llama_core.records.measurements import ExpectedStep
 from llama_core.rehearsal.byte_counter import ByteCounter
 from llama_core.rehearsal.kernels import kernels_of
 from llama_core.rehearsal.trace import _fake_batch, alone_among
@@ -292,8 +293,8 @@ def test_the_time_and_the_price_of_a_run_have_the_forward_of_its_teacher(tmp_pat
     theirs = forward_time(replace(Work.of(planned.config, planned.plan), spec=spec), gpu_spec("h100"), 10**9)
     assert planned.cost(data=checked).reference_seconds == pytest.approx(theirs)
     seconds = forward_flops_per_token(spec, 512) * 10**6 / 10**12
-    pace = Pace(seconds=2.0, flops=2e12, told_by="a rate of 10^12 FLOP/s")
-    assert _reference_seconds(planned.config, 10**6, pace) == pytest.approx(seconds)
+    step = ExpectedStep(seconds=2.0, flops=2e12, told_by="a rate of 10^12 FLOP/s")
+    assert _reference_seconds(planned.config, 10**6, step) == pytest.approx(seconds)
 
 
 def test_what_the_host_holds_of_a_batch_has_the_values_of_the_teacher():

@@ -521,7 +521,7 @@ def test_train_runs_the_whole_chain_with_a_line_for_each_step(shell):
     assert ended.returncode == 0, ended.stderr
     names = [line.split()[0] for line in ended.stdout.splitlines()]
     names = [name for name in names if name != "note"]  # the machine may be shared
-    expected = "run model validate data batch plan estimate dry-run submit train benchmark goodput metrics report"
+    expected = "run model validate data batch plan estimate dry-run submit train benchmark step goodput metrics report"
     assert " ".join(dict.fromkeys(names)) == expected
     run = only_run(shell.path)
     *_, metrics, report = ended.stdout.splitlines()
