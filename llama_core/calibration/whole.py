@@ -87,11 +87,11 @@ class _PartsClock:
     def _enter(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         self.mark("layers")
         if inputs[0].requires_grad:  # not with adapters, where the backward ends in the layers
-            inputs[0].register_hook(lambda grad: self.mark("embedding's backward"))
+            inputs[0].register_hook(lambda grad: self.mark("embedding's backward"))  # type: ignore[no-untyped-call]
 
     def _leave(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
         self.mark("head")
-        out.register_hook(lambda grad: self.mark("layers' backward"))
+        out.register_hook(lambda grad: self.mark("layers' backward"))  # type: ignore[no-untyped-call]
 
     def passes(self) -> WholePasses:
         """Return the typical seconds of the layers and of the ends."""

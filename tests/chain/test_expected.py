@@ -36,7 +36,7 @@ def told(batch_size, num_sequences=None, reference_tokens=0, **training):
 @pytest.fixture(autouse=True)
 def unmeasured_machine(monkeypatch):
     """What a machine's profile knows is no part of these laws."""
-    monkeypatch.setattr(expected, "measured_pace", lambda config, plan, may_measure=False, tell=None: None)
+    monkeypatch.setattr(expected, "measured_step", lambda config, plan, may_measure=False, tell=None: None)
 
 
 def test_a_quick_step_is_not_announced():
