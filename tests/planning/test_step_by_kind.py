@@ -15,7 +15,16 @@ from llama_core.optimizers.registry import OPTIMIZERS
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.parts import StepParts
 from llama_core.planning.work import Work
-from llama_core.records.step_parts import BUBBLE, COLLECTIVES, COMPUTING, HEAD, HOST, OPTIMIZER, OTHER_TRANSFERS
+from llama_core.records.step_parts import (
+    ATTENTION,
+    BUBBLE,
+    COLLECTIVES,
+    COMPUTING,
+    HEAD,
+    HOST,
+    OPTIMIZER,
+    OTHER_TRANSFERS,
+)
 
 KINDS = {*COMPUTING, OPTIMIZER, BUBBLE, HOST, *COLLECTIVES.values()}
 
@@ -28,6 +37,7 @@ class OneRate(MeasuredRates):
 
 
 CPU = replace(gpu_spec("h100"), is_gpu=False, measured={1: OneRate(layers_share=(1.5, 1.5))})
+MEASURED_GPU = replace(gpu_spec("h100"), measured={1: OneRate()})
 plans = st.builds(
     dict,
     tp=st.sampled_from([1, 2]),
@@ -52,7 +62,7 @@ def both(plan, device, **options):
 @settings(max_examples=60, deadline=None)
 @given(
     plans,
-    st.sampled_from([gpu_spec("h100"), gpu_spec("rtx4090"), CPU]),
+    st.sampled_from([gpu_spec("h100"), gpu_spec("rtx4090"), CPU, MEASURED_GPU]),
     st.sampled_from(["adamw", "muon"]),
     st.sampled_from(["next_token", "kto"]),
 )
@@ -89,3 +99,8 @@ def test_more_of_a_kind_of_work_takes_longer_in_that_kind():
 def test_small_kernels_leave_time_to_the_host():
     assert both(ParallelPlan(), gpu_spec("h100"))[1][HOST] > 0
     assert HOST not in both(ParallelPlan(), CPU)[1]
+
+
+def test_a_rank_that_has_half_of_a_row_attends_half_as_long_as_was_measured_for_the_row():
+    (_, whole), (_, half) = (both(ParallelPlan(cp=cp), CPU) for cp in (1, 2))
+    assert half[ATTENTION] == pytest.approx(whole[ATTENTION] / 2)

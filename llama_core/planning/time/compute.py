@@ -108,7 +108,7 @@ class StageCompute:
         return self._as_a_whole(passes, self.sum_of_operations(passes, mode))
 
     def _by_kind(self, passes: Passes, mode: RecomputeMode = "none") -> dict[str, Pass]:
-        kinds = ProgramTime(passes, self.rates, self.measured).by_kind(mode)
+        kinds = ProgramTime(passes, self.rates, self.measured, self.kernels).by_kind(mode)
         return {kind: self._as_a_whole(passes, seconds) for kind, seconds in kinds.items()}
 
     def _as_a_whole(self, passes: Passes, seconds: Pass) -> Pass:

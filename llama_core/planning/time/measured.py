@@ -103,7 +103,7 @@ class MeasuredTimes:
         return (self.lookup(kind, (rows, columns)) or 0.0) / 2
 
     def attention(self, operation: Operation, direction: Direction) -> float | None:
-        """Return the time of attention's kernel, at the share of the scores inside its window."""
+        """Return the time of attention's kernel, at the share of the scores inside its window, of a rank's share."""
         setting = self.work.setting
         spec = self.work.spec
         kernel = f"attention {self.work.kernel.told} {FLOAT_NAMES[setting.itemsize]} {direction}"
@@ -111,7 +111,7 @@ class MeasuredTimes:
         key_heads = max(1, spec.num_kv_heads // setting.tp)
         sizes = (setting.rows, heads, key_heads, setting.seq_len, spec.head_dim)
         seconds = self.lookup(kernel, sizes)
-        return None if seconds is None else operation.share_in_window * seconds
+        return None if seconds is None else operation.share_in_window * seconds / setting.cp
 
     def _whole(self, program: Program, operation: Operation, direction: Direction) -> float | None:
         """Return the time of an operation that was measured with all that belongs to it; None for another one."""
