@@ -214,10 +214,14 @@ class SlowerStep:
 
     step: StepComparison
     remedy: Remedy | None
+    disturbance: str | None = None
+    """What the timed steps say of other programs on the machine, in a clause: the reason that no command would mend."""
 
     def sentences(self) -> list[str]:
         """Return the verdict, and what may be done."""
         told = [self.step.verdict()]
+        if self.disturbance is not None and not self.step.is_as_predicted:
+            told.append(f"In the timed steps, {self.disturbance}.")
         if self.remedy is not None:
             told.append(f"{self.remedy.command} {self.remedy.why}.")
         return told
@@ -241,7 +245,11 @@ def explained_step(run: RunDirectory) -> SlowerStep | None:
     plan = load_plan(run)
     timed = read_typed(run.benchmark, BenchmarkRecord) if run.benchmark.exists() else None
     step = compared_step(expected, read_profiles(run), timed, _mean_clocks(run), read_lanes(run, plan.pp))
-    return None if step is None else SlowerStep(step, remedy(step, expected, config, plan, run.path))
+    if step is None:
+        return None
+    disturbance = None if timed is None else timed.disturbance
+    found = remedy(step, expected, config, plan, run.path) if disturbance is None else None
+    return SlowerStep(step, found, disturbance)
 
 
 def _mean_clocks(run: RunDirectory) -> dict[str, float]:

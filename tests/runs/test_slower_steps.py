@@ -1,6 +1,7 @@
 """A step that took another time than predicted: which part explains it, and what may be done."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,3 +180,16 @@ def test_a_run_without_a_prediction_or_without_a_step_explains_nothing(tmp_path)
     assert explained_step(run) is None
     write_json(run.benchmark, timed(3.0))
     assert explained_step(run).step.main.name == "whole step"
+
+
+def test_on_a_shared_machine_no_command_is_given_and_the_reason_is(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.config.write_text(RunConfig().to_yaml())
+    write_json(run.plan, ParallelPlan().as_dict())
+    write_json(run.expected, expected({HEAD: 1.0}, rates="matrix products"))
+    write_json(run.benchmark, timed(3.0))
+    assert explained_step(run).remedy is not None
+    write_json(run.benchmark, replace(timed(3.0), num_threads=1, waiting_threads=0.9))
+    told = explained_step(run).sentences()
+    assert len(told) == 2
+    assert "the machine was shared" in told[1]
