@@ -345,7 +345,11 @@ def report() -> Figures:
         required = [
             field.name for field in fields(StepRecord) if field.default is MISSING and field.default_factory is MISSING
         ]
-        values: dict[str, Any] = dict.fromkeys(required, 1.0) | {"total_steps": 10_000, "skipped": False}
+        values: dict[str, Any] = dict.fromkeys(required, 1.0) | {
+            "total_steps": 10_000,
+            "skipped": False,
+            "spike": False,
+        }
         for step in range(1, 10_001):
             sink.write(StepRecord(**(values | {"step": step, "loss": 5 + 1 / step})))
         sink.close()

@@ -132,9 +132,11 @@ def _profiled_config(options: argparse.Namespace) -> RunConfig:
         options.config = earlier.config
     asked = requested_config(options)
     name = options.like.resolve().name if options.like else asked.spec.name
-    options.overrides += [Override("benchmark.profile", True), Override("tracking.run_name", f"profile-{name}")]
+    # a new list: the one that is there may be the parser's default
+    profiled = [Override("benchmark.profile", True), Override("tracking.run_name", f"profile-{name}")]
+    options.overrides = [*options.overrides, *profiled]
     if not asked.benchmark.steps:  # the run that this one is like times none
-        options.overrides += [Override("benchmark.steps", 3)]
+        options.overrides.append(Override("benchmark.steps", 3))
     return requested_config(options)
 
 
