@@ -217,14 +217,19 @@ class SlowerStep:
     disturbance: str | None = None
     """What the timed steps say of other programs on the machine, in a clause: the reason that no command would mend."""
 
+    @property
+    def reason(self) -> str:
+        """In a sentence, what other programs had to do with it; empty if nothing."""
+        if self.disturbance is None or self.step.is_as_predicted:
+            return ""
+        return f"In the timed steps, {self.disturbance}."
+
     def sentences(self) -> list[str]:
-        """Return the verdict, and what may be done."""
-        told = [self.step.verdict()]
-        if self.disturbance is not None and not self.step.is_as_predicted:
-            told.append(f"In the timed steps, {self.disturbance}.")
+        """Return the verdict, its reason, and what may be done."""
+        told = [self.step.verdict(), self.reason]
         if self.remedy is not None:
             told.append(f"{self.remedy.command} {self.remedy.why}.")
-        return told
+        return list(filter(None, told))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the verdict and the command as a record."""
@@ -245,11 +250,13 @@ def explained_step(run: RunDirectory) -> SlowerStep | None:
     plan = load_plan(run)
     timed = read_typed(run.benchmark, BenchmarkRecord) if run.benchmark.exists() else None
     step = compared_step(expected, read_profiles(run), timed, _mean_clocks(run), read_lanes(run, plan.pp))
-    if step is None:
-        return None
+    return None if step is None else explained(step, timed, remedy(step, expected, config, plan, run.path))
+
+
+def explained(step: StepComparison, timed: BenchmarkRecord | None, found: Remedy | None) -> SlowerStep:
+    """Return a comparison with what may be done about it: nothing, if others had the machine in the timed steps."""
     disturbance = None if timed is None else timed.disturbance
-    found = remedy(step, expected, config, plan, run.path) if disturbance is None else None
-    return SlowerStep(step, found, disturbance)
+    return SlowerStep(step, found if disturbance is None else None, disturbance)
 
 
 def _mean_clocks(run: RunDirectory) -> dict[str, float]:

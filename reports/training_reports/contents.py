@@ -30,7 +30,7 @@ from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.records.timelines import LaneRecord, read_lanes
 from llama_core.redaction import shell_word
-from llama_core.runs.step_parts import CLOCKS, SlowerStep, compared_step, remedy
+from llama_core.runs.step_parts import CLOCKS, SlowerStep, compared_step, explained, remedy
 
 MEASURES = {
     "cpu": "the memory in use, as the C library counts it",
@@ -147,7 +147,8 @@ class RunContents:
         step = compared_step(self.expected, self.profiles, self.benchmark, clocks, self.lanes)
         if step is None:
             return None
-        return SlowerStep(step, remedy(step, self.expected, self.run_config, self.parallel_plan, self.path))
+        found = remedy(step, self.expected, self.run_config, self.parallel_plan, self.path)
+        return explained(step, self.benchmark, found)
 
     @property
     def profile_command(self) -> str:

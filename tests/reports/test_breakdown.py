@@ -80,6 +80,11 @@ def test_the_page_has_the_parts_of_the_prediction_and_names_the_one_that_explain
     assert rows["whole step"][:2] == ["10 s", "15 s"]
     assert "attention explains most of the difference of +5 s: 6 s, predicted 1 s (+5 s)." in html.unescape(page)
     assert "<code>training-infra calibrate</code>" in page
+    disturbed = replace(BENCHMARK, step_seconds=(15.0,) * 4, num_threads=1, waiting_threads=0.9)
+    write_json(run.benchmark, disturbed)
+    page = write_report(run).read_text()
+    assert "In the timed steps, threads waited for a core" in page
+    assert "<code>training-infra calibrate</code>" not in page
 
 
 def test_a_page_without_a_prediction_says_so_and_has_no_table(run):
