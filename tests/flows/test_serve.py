@@ -24,7 +24,7 @@ def endless(seed):
 
 
 LINES = {"run", "model", "validate", "data", "batch", "plan", "estimate", "dry-run", "submit", "train", "benchmark"}
-LINES |= {"goodput", "metrics", "report"}
+LINES |= {"step", "goodput", "metrics", "report"}
 
 
 def stop_of(run, flow_run):

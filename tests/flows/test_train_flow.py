@@ -98,6 +98,7 @@ def test_the_terminal_shows_a_line_for_each_step_and_nothing_from_prefect(flow_r
         "submit",
         "train",
         "benchmark",
+        "step",
         "goodput",
         "metrics",
         "report",
