@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import starmap
 
-from llama_core.calibration.lookup import KnownDevice, gpu_for, named_profile
+from llama_core.calibration.lookup import FoundProfile, KnownDevice, gpu_for, named_profile
 from llama_core.calibration.profile import (
     DeviceKind,
     MachineProfile,
@@ -71,7 +71,7 @@ def device_for(config: RunConfig, plan: ParallelPlan | None = None, *, may_measu
     if plan is not None and is_measurable(config, plan):
         found = named_profile(config.launch, "cpu", None, notes.append)
         is_foreign = found is not None and found.is_foreign
-        spec = measured_cpu(config, plan, may_measure=may_measure, tell=notes.append)
+        spec = measured_cpu(config, plan, found, may_measure=may_measure, tell=notes.append)
     return KnownDevice(spec, is_foreign, "; ".join(dict.fromkeys(notes)))
 
 
@@ -81,22 +81,26 @@ def is_measurable(config: RunConfig, plan: ParallelPlan) -> bool:
 
 
 def measured_cpu(
-    config: RunConfig, plan: ParallelPlan, *, may_measure: bool, tell: Callable[[str], None] = lambda text: None
+    config: RunConfig,
+    plan: ParallelPlan,
+    found: FoundProfile | None = None,
+    *,
+    may_measure: bool,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> DeviceSpec | None:
     """Return a processor with the times that a step of a run asks for, measured now or earlier.
 
     Args:
         config: the resolved configuration of a run.
         plan: its plan.
+        found: the profile that the user names, which answers as it is; by default this machine's.
         may_measure: whether to measure what this machine's profile does not know, which takes seconds. Otherwise what
-            ``calibrate`` measured answers; None if that was not done. A profile that the user names answers as it is.
+            ``calibrate`` measured answers; None if that was not done.
         tell: called with a line that says why a profile is not used.
 
     Raises:
-        ConfigError: as ``device_for``.
         TrainingFailedError: if a measurement fails.
     """
-    found = named_profile(config.launch, "cpu", None, tell)
     if found is None and not config.launch.is_here:  # this machine's profile tells nothing of its nodes
         return None
     profile = known_profile(tell) if found is None else found.profile

@@ -35,8 +35,8 @@ MULTIPLY_BYTES = 3 * FP32_BYTES
 """Bytes that a multiplication in fp32 reads and writes for each element."""
 
 
-class MeasuredTimes:
-    """The times of operations on a rank of a measured machine.
+class _Measured:
+    """What was measured that a rank of a machine asks for, whatever its device.
 
     Args:
         work: the model, the plan and the sequences.
@@ -46,6 +46,26 @@ class MeasuredTimes:
     def __init__(self, work: Work, lookup: Lookup) -> None:
         self.work = work
         self.lookup = lookup
+
+    def attention(self, operation: Operation, direction: Direction) -> float | None:
+        """Return the time of attention's kernel, at the share of the scores inside its window, of a rank's share."""
+        setting = self.work.setting
+        spec = self.work.spec
+        kernel = f"attention {self.work.kernel.told} {FLOAT_NAMES[setting.itemsize]} {direction}"
+        heads = max(1, spec.num_heads // setting.tp)
+        key_heads = max(1, spec.num_kv_heads // setting.tp)
+        sizes = (setting.rows, heads, key_heads, setting.seq_len, spec.head_dim)
+        seconds = self.lookup(kernel, sizes)
+        return None if seconds is None else operation.share_in_window * seconds / setting.cp
+
+    def _as_a_whole(self, program: Program, operation: Operation, direction: Direction) -> float | None:
+        """Return the time of an operation that was measured as a whole; None for another one."""
+        question = _question(program, operation, direction)
+        return None if question is None else self.lookup(*question)
+
+
+class MeasuredTimes(_Measured):
+    """The times of operations on a rank of a measured CPU."""
 
     def forward(self, program: Program, operation: Operation) -> float:
         """Return the time of an operation's forward."""
@@ -102,23 +122,11 @@ class MeasuredTimes:
         kind = f"orthogonalise {'bf16' if self.work.itemsize == 2 else 'fp32'}"
         return (self.lookup(kind, (rows, columns)) or 0.0) / 2
 
-    def attention(self, operation: Operation, direction: Direction) -> float | None:
-        """Return the time of attention's kernel, at the share of the scores inside its window, of a rank's share."""
-        setting = self.work.setting
-        spec = self.work.spec
-        kernel = f"attention {self.work.kernel.told} {FLOAT_NAMES[setting.itemsize]} {direction}"
-        heads = max(1, spec.num_heads // setting.tp)
-        key_heads = max(1, spec.num_kv_heads // setting.tp)
-        sizes = (setting.rows, heads, key_heads, setting.seq_len, spec.head_dim)
-        seconds = self.lookup(kernel, sizes)
-        return None if seconds is None else operation.share_in_window * seconds / setting.cp
-
     def _whole(self, program: Program, operation: Operation, direction: Direction) -> float | None:
         """Return the time of an operation that was measured with all that belongs to it; None for another one."""
         if operation.kind == "attention":
             return self.attention(operation, direction)
-        question = _question(program, operation, direction)
-        return None if question is None else self.lookup(*question)
+        return self._as_a_whole(program, operation, direction)
 
     def _multiplying(self, operation: Operation, product: Product, way: str) -> float:
         """Return the time of a product, or of one of its gradients: the input's or the weight's."""
@@ -136,17 +144,8 @@ class MeasuredTimes:
         return seconds
 
 
-class MeasuredKernels:
-    """The times of CUDA's kernels on a rank of a measured machine; None for those of which nothing was measured.
-
-    Args:
-        work: the model, the plan and the sequences.
-        lookup: what was measured.
-    """
-
-    def __init__(self, work: Work, lookup: Lookup) -> None:
-        self.work = work
-        self.lookup = lookup
+class MeasuredKernels(_Measured):
+    """The times of CUDA's kernels on a rank of a measured GPU; None for those of which nothing was measured."""
 
     def product(self, product: Product, way: Way, *, is_fp8: bool) -> float | None:
         """Return the time of a product, or of one of its gradients, without the rounding of its operands."""
@@ -154,29 +153,18 @@ class MeasuredKernels:
         return self.lookup(*_multiplication(product, name, way))
 
     def attention(self, operation: Operation, direction: Direction) -> float | None:
-        """Return the time of attention's kernel, at the share of the scores inside its window, of a rank's share."""
-        setting = self.work.setting
+        """Return the time of attention's kernel; None for another operation, and for kernels that were not measured."""
         kernel = self.work.kernel
         if operation.kind != "attention" or kernel.holds_scores or kernel.told == "mask":
             return None
-        spec = self.work.spec
-        name = f"attention {kernel.told} {FLOAT_NAMES[setting.itemsize]} {direction}"
-        heads = max(1, spec.num_heads // setting.tp)
-        key_heads = max(1, spec.num_kv_heads // setting.tp)
-        seconds = self.lookup(name, (setting.rows, heads, key_heads, setting.seq_len, spec.head_dim))
-        return None if seconds is None else operation.share_in_window * seconds / setting.cp
+        return super().attention(operation, direction)
 
     def whole(self, program: Program, operation: Operation, direction: Direction) -> float | None:
         """Return the time of a loss, of a product that unpacks its matrix, or of an eager kernel."""
-        if operation.kind == "linear_loss":
-            question = _question(program, operation, direction)
-            return None if question is None else self.lookup(*question)
-        if self.work.plan.compile:
-            return None
-        if operation.kind == "packed_product":
-            question = _question(program, operation, direction)
-            return None if question is None else self.lookup(*question)
-        if operation.kind not in EAGER_KERNELS:
+        compiles = self.work.plan.compile
+        if operation.kind == "linear_loss" or (operation.kind == "packed_product" and not compiles):
+            return self._as_a_whole(program, operation, direction)
+        if compiles or operation.kind not in EAGER_KERNELS:
             return None
         size = program.sizes[operation.inputs[0]]
         name = FLOAT_NAMES.get(size.itemsize, "fp32")

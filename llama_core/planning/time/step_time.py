@@ -169,8 +169,10 @@ def step_time_of(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> S
 
 def step_by_kind(config: RunConfig, plan: ParallelPlan, device: DeviceSpec) -> tuple[StepTime, dict[str, float]]:
     """Return the time of one optimizer step like ``step_time_of``, and its seconds by kind of work."""
-    step = step_time_of(config, plan, device)
-    return step, StepParts(Work.of(config, plan), _on_its_nodes(config, device)).by_kind(step.parts)
+    work = Work.of(config, plan)
+    on_nodes = _on_its_nodes(config, device)
+    step = step_time(work, on_nodes)
+    return step, StepParts(work, on_nodes).by_kind(step.parts)
 
 
 def forward_time(work: Work, device: DeviceSpec, tokens: float) -> float:
