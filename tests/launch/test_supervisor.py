@@ -42,17 +42,44 @@ print(faults() - before)
 """
 
 
-def page_faults(tunables):
+COUNT_BYTES_OF_LARGE_AND_SMALL_TENSORS = """
+import ctypes
+c = ctypes.CDLL(None)
+c.sbrk.restype = ctypes.c_void_p
+def tensor(size):
+    place = ctypes.c_void_p()
+    c.posix_memalign(ctypes.byref(place), 64, ctypes.c_size_t(size))
+    return place
+def step():
+    for large in [tensor(2**23), tensor(2**23)]:
+        for _ in range(3):
+            tensor(4)
+        c.free(large)
+step()
+before = c.sbrk(0)
+for _ in range(40):
+    step()
+print(c.sbrk(0) - before)
+"""
+
+
+def counted(program, tunables):
     environment = os.environ | {"GLIBC_TUNABLES": tunables}
-    counted = subprocess.run(
-        [sys.executable, "-c", COUNT_FAULTS_OF_FOUR_TENSORS], env=environment, capture_output=True, check=True
-    )
-    return int(counted.stdout)
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+    return int(ended.stdout)
 
 
 @on_glibc
 def test_the_allocator_settings_avoid_page_faults_for_large_tensors():
-    assert page_faults(MALLOC_TUNABLES) < page_faults("") / 10
+    faults = [counted(COUNT_FAULTS_OF_FOUR_TENSORS, tunables) for tunables in (MALLOC_TUNABLES, "")]
+    assert faults[0] < faults[1] / 10
+
+
+@on_glibc
+def test_a_tensor_fits_where_one_of_its_size_was_freed_though_small_ones_came_between():
+    cached = MALLOC_TUNABLES.replace("tcache_count=0", "tcache_count=7")
+    grown = [counted(COUNT_BYTES_OF_LARGE_AND_SMALL_TENSORS, tunables) for tunables in (MALLOC_TUNABLES, cached)]
+    assert grown[0] < 2**23 < grown[1]
 
 
 def environment(base, device="cpu", ranks_on_node=1, cores=None):
