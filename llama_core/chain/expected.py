@@ -236,7 +236,7 @@ def _told(config: RunConfig, plan: ParallelPlan, step: ExpectedStep, steps: int 
         reference = _reference_seconds(config, reference_tokens, step)
         whole += f", the reference before the first step {format_duration(reference)}"
     return (
-        f"a step takes about {format_duration(step.seconds)} on this CPU ({step.flops / TFLOP:,.1f} TFLOP; "
+        f"a step takes about {format_duration(step.seconds)} on the CPU ({step.flops / TFLOP:,.1f} TFLOP; "
         f"{step.told_by}){whole}"
     )
 

@@ -45,12 +45,12 @@ def test_a_quick_step_is_not_announced():
 
 
 def test_a_long_run_of_quick_steps_is_announced():
-    assert told(1, steps=1000).startswith("a step takes about 42.8 s on this CPU (")
+    assert told(1, steps=1000).startswith("a step takes about 42.8 s on the CPU (")
     assert ", the 1,000 steps of the run 11 h 52 min; " in told(1, steps=1000)
 
 
 def test_a_slow_step_is_announced_with_the_run_and_what_is_quicker():
-    assert told(64, steps=10).startswith("a step takes about 45 min 37 s on this CPU (")
+    assert told(64, steps=10).startswith("a step takes about 45 min 37 s on the CPU (")
     assert ", the 10 steps of the run 7 h 36 min; quicker: a smaller --batch-size" in told(64, steps=10)
 
 
