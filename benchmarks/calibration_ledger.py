@@ -214,9 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in chosen:
         ledger[one.name] = measure(one, options.times)
         sys.stderr.write(memory_table({one.name: ledger[one.name]}).splitlines()[-1] + "\n")
-    machine = _machine()
-    memory = f"{machine}\n\n{memory_table(ledger)}"
-    seconds = f"{machine}\n\n{time_table(ledger)}"
+    here = this_machine()
+    memory = f"{here}\n\n{memory_table(ledger)}"
+    seconds = f"{here}\n\n{time_table(ledger)}"
     records: dict[str, Any] = {name: [asdict(run) for run in runs] for name, runs in ledger.items()}
     keep(options.out, NAME, records, f"{memory}\n{seconds}")
     sys.stdout.write(f"{memory}\n{seconds}")
@@ -236,7 +236,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _machine() -> str:
+def this_machine() -> str:
+    """Return the name and the size of this machine, and its torch."""
     import torch
 
     from llama_core.machine.detect import cpu_model, detect_machine
