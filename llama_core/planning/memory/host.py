@@ -9,6 +9,7 @@ Each part of a rank follows from the code that holds it:
   the microbatches; torch rounds pinned blocks up to a power of two.
 * offloaded states: what ``parallel.deepspeed`` asks DeepSpeed to keep in host memory.
 * kernels, on the CPU: oneDNN keeps what it has prepared for each product of matrices in half precision.
+* gloo's copy, on the CPU: gloo reduces gradients into shards by summing up a copy of all of them.
 * freed memory, on the CPU: the C library keeps it in the process.
 * tokenising: ``data.shards.writing`` holds one batch of text and its tokens, and some 50 bytes for each document of a
   shard, in one process of a node, before the model is built.
@@ -28,8 +29,10 @@ from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.planning.before import forwards_before_step
 from llama_core.planning.memory.process import DEFAULT_PROCESS, KERNELS_KEPT, ProcessMemory
 from llama_core.planning.memory.profile import MemoryProfile
+from llama_core.planning.memory.weights import Counts
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
+from llama_core.planning.work import Work
 from llama_core.units import GIB, MIB, format_bytes
 
 STEPS_AHEAD = 2
@@ -81,8 +84,8 @@ class HostMemory:
     """What the processes that compile a rank's blocks take."""
     kernels_bytes: int = 0
     """What a library on the CPU keeps of its kernels."""
-    has_others: bool = False
-    """Whether a rank talks to other ranks."""
+    copied_bytes: int = 0
+    """What gloo copies of the gradients that it reduces into shards at once."""
     process: ProcessMemory = DEFAULT_PROCESS
     """What was measured of a process on the CPU."""
     available_bytes: int | None = None
@@ -103,10 +106,13 @@ class HostMemory:
             copy = weights + update.get("moments", 0)
         parts = {"process": CUDA_PROCESS_BYTES}
         if not self.on_cuda:
-            parts["process"] = self.process.process_bytes + (self.process.group_bytes if self.has_others else 0)
+            parts["process"] = self.process.process_bytes
             states = update.get("weights", 0) + update.get("moments", 0)
             passing = profile.peak_bytes - states
             parts |= {"tensors": profile.peak_bytes, FREED: int(self.process.freed_share * passing)}
+            # the copy is made in the backward, which need not have the peak of the tensors
+            backward = sum(profile.phases.get("backward", {}).values())
+            parts["gloo's copy"] = max(0, backward + self.copied_bytes - profile.peak_bytes)
             if not self.copies_during_steps:  # what comes and goes in a step has gone when the copy is made
                 copy = max(0, copy - passing)
         parts |= {
@@ -186,7 +192,7 @@ def host_memory(config: RunConfig, plan: ParallelPlan, process: ProcessMemory = 
         or 0 < training.checkpoint_every < (training.steps or float("inf")),
         compilers_bytes=COMPILERS_BYTES if on_cuda and plan.compile else 0,
         kernels_bytes=0 if on_cuda else _kernels(config, process),
-        has_others=plan.world_size > 1,
+        copied_bytes=0 if on_cuda else _copied(config, plan),
         process=process,
     )
 
@@ -206,6 +212,20 @@ def _kernels(config: RunConfig, process: ProcessMemory) -> int:
     of_layers = len(set(config.spec.matrix_shapes.values())) * KERNELS_PER_MATRIX
     of_attention = ceil(config.seq_len / ATTENTION_BLOCK) * KERNELS_PER_BLOCK
     return min(most, of_layers + KERNELS_OF_HEAD + of_attention) * process.kernel_bytes
+
+
+def _copied(config: RunConfig, plan: ParallelPlan) -> int:
+    """Return the bytes of the largest gradients that are reduced into shards at once: in fp32, those of a unit.
+
+    Source: ``reduce_scatter_tensor_coalesced`` of torch 2.13's ``ProcessGroupGloo.cpp``.
+    """
+    if not plan.uses_fully_shard or plan.num_shards == 1:
+        return 0
+    largest = 0
+    for stage in Work.of(config, plan).stages:
+        trained = Counts.of(stage.units, lambda program: program.num_trained)
+        largest = max(largest, *trained.layers, trained.head, trained.root, trained.embedding)
+    return FP32_BYTES * largest
 
 
 def _batches(config: RunConfig, plan: ParallelPlan, on_cuda: bool) -> int:

@@ -19,11 +19,9 @@ class ProcessMemory:
     process_bytes: int = 525 * MIB
     """Resident bytes of a process that has imported all that a run imports and taken a step, without what the step
     allocated: libraries, Python's objects, threads."""
-    group_bytes: int = 0
-    """What it takes more if it has other ranks beside it."""
     kernel_bytes: int = 258_376
     """What oneDNN, or torch beside it, keeps of a kernel in half precision. They keep one for each size of product."""
-    freed_share: float = 0.37
+    freed_share: float = 0.19
     """Freed memory that the C library keeps, over the bytes of what comes and goes in a step."""
 
 
