@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from llama_core.attention import AttentionNeeds
 from llama_core.config import nf4
@@ -287,6 +287,24 @@ class ModelSpec:
             traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer))
             found.append(seen.setdefault(traits, traits))
         return tuple(found)
+
+    def with_few_layers(self, num_layers: int) -> Self:
+        """Return the model with fewer layers, among them one of each kind that it has if there is room for two."""
+        sparse = self.moe.moe_layers if self.moe else None
+        if isinstance(sparse, int):
+            sparse = min(sparse, num_layers)
+        elif sparse:
+            sparse = self._among_few(sparse, num_layers)
+        moe = self.moe and self.moe.model_copy(update={"moe_layers": sparse})
+        windowed = self.windowed_layers and self._among_few(self.windowed_layers, num_layers)
+        return replace(self, num_layers=num_layers, windowed_layers=windowed, moe=moe)
+
+    def _among_few(self, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+        """Return which of a few layers stand for some of this model's: one at least, and not all unless these are."""
+        kept = [layer for layer in range(num_layers) if layer in layers] or [num_layers - 1]
+        if len(kept) == num_layers > 1 and len(layers) < self.num_layers:
+            kept.pop()
+        return tuple(kept)
 
     # Weights: their names and shapes
 

@@ -171,32 +171,16 @@ def record_calls(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: b
 
 def small_spec(spec: ModelSpec, plan: ParallelPlan, *, layers_per_stage: int) -> ModelSpec:
     """Return the architecture of ``spec`` in sizes that ``plan`` divides, but whose rows it does not shard evenly."""
-    num_layers = layers_per_stage * plan.num_stages
     return replace(
-        spec,
+        spec.with_few_layers(layers_per_stage * plan.num_stages),
         hidden_size=33,
-        num_layers=num_layers,
         num_heads=2 * plan.ranks_of_heads,
         num_kv_heads=plan.ranks_of_heads,
         head_dim=8,
         ffn_size=35 * plan.tp,
         vocab_size=37 * plan.tp,
         lora=spec.lora and spec.lora.model_copy(update=dict.fromkeys(spec.lora.kind.sizes, 3)),
-        windowed_layers=_few_layers(spec.windowed_layers, num_layers),
-        moe=spec.moe and spec.moe.model_copy(update={"moe_layers": _sparse_layers(spec.moe.moe_layers, num_layers)}),
     )
-
-
-def _sparse_layers(layers: tuple[int, ...] | int | None, num_layers: int) -> tuple[int, ...] | int | None:
-    """Return which of a few layers have experts, given which of many have: at least one, and not all if not all do."""
-    if isinstance(layers, int):
-        return min(layers, num_layers)
-    return layers and _few_layers(layers, num_layers)
-
-
-def _few_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """Return those of some layers that a model of few layers has: at least one, if there are some."""
-    return layers and (tuple(layer for layer in layers if layer < num_layers) or (num_layers - 1,))
 
 
 def _step(engine: NativeEngine, batches: list[Batch], recorder: Recorder, where: str) -> None:

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling
+from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
 
 PARAMETERS = {
@@ -95,3 +98,21 @@ def test_a_misspelt_model_suggests_the_nearest_name():
 def test_a_name_close_to_no_model_lists_them_all():
     with pytest.raises(ConfigError, match=r"choose one of tiny_llama3_50m, .*code_llama_7b"):
         model_spec("gpt")
+
+
+@pytest.mark.parametrize("some", [(0, 1, 2, 4), (3,), (5, 4)])
+def test_few_layers_of_a_model_have_a_layer_of_each_kind(some):
+    spec = replace(
+        model_spec("llama3_8b"), num_layers=6, sliding_window=8, windowed_layers=some, moe=MoE(moe_layers=some)
+    )
+    few = spec.with_few_layers(2)
+    assert sorted(few.window(layer) for layer in range(2)) == [0, 8]
+    assert few.num_sparse_layers == 1
+    assert spec.with_few_layers(1).num_layers == 1
+
+
+def test_few_layers_of_a_model_with_equal_layers_are_equal():
+    spec = replace(model_spec("mistral_7b"), moe=MoE(moe_layers=tuple(range(32))))
+    assert len(set(spec.with_few_layers(2).layers)) == 1
+    every_fourth = replace(spec, moe=MoE(moe_layers=4))
+    assert every_fourth.with_few_layers(2).num_sparse_layers == 1

@@ -11,12 +11,12 @@ from llama_core.planning.time.parts import StepParts
 from llama_core.planning.work import Work
 
 MAX_LAYERS = 2
-"""Layers that are timed whole: in a model with experts, every other one may be dense."""
+"""Layers that are timed whole: one with experts or a window, and one without."""
 
 
 def shortened(spec: ModelSpec) -> ModelSpec:
-    """Return an architecture with only the layers that are timed whole, its first ones."""
-    return replace(spec, num_layers=min(MAX_LAYERS, spec.num_layers))
+    """Return an architecture with only the layers that are timed whole."""
+    return spec.with_few_layers(min(MAX_LAYERS, spec.num_layers))
 
 
 @dataclass(frozen=True)
