@@ -24,6 +24,7 @@ SAME_BLOCK = {
     "tied_embeddings": "likewise",
     "rope_theta": "cosines and sines are made outside of blocks",
     "rope_scaling": "likewise",
+    "windowed_rope_theta": "likewise",
     "norm_eps": "a number that is added to a mean",
     "max_context": "which sequences are refused",
     "default_seq_len": "how long the sequences of a training are",

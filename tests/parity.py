@@ -50,6 +50,7 @@ RELATIVE, OTHER_RELATIVE = (
         with_every_trait(UNTIED, turn, sliding_window=5, windowed_layers=(0, 2)),
         head_dim=12,
         rope_scaling=YarnScaling(4.0, 8),
+        windowed_rope_theta=100.0,
     )
     for turn in (0, 1)
 )

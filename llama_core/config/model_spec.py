@@ -20,7 +20,7 @@ from llama_core.config.model_weights import (
     part_name,
     rows_of_layer,
 )
-from llama_core.config.rope import RopeScaling
+from llama_core.config.rope import RopeScaling, RotaryEmbedding
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError
 from llama_core.weight_rows import Weight
@@ -68,7 +68,7 @@ class ModelSpec:
         |   attention_norm         norms (pre, both), norm_eps
         |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
         |   q_norm, k_norm         qk_norm, qk_norm_width
-        |   rotation               rope_theta, rope_scaling
+        |   rotation               rope_theta, rope_scaling, windowed_rope_theta
         |   attention              sliding_window, windowed_layers, attention_soft_cap
         |   attention_post_norm    norms (post, both)
         |          |
@@ -126,6 +126,8 @@ class ModelSpec:
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
     windowed_layers: tuple[int, ...] = ()
     """The layers with the sliding window; empty for all."""
+    windowed_rope_theta: float = 0.0
+    """Base of the rotary embedding of these layers, which is not scaled; 0 if they rotate as the others do."""
     attention_soft_cap: float = 0.0
     """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
 
@@ -160,6 +162,11 @@ class ModelSpec:
             problems.append(f"architecture.windowed_layers={outside} are not layers of {self.name}, which has {layers}")
         if self.windowed_layers and not self.sliding_window:
             problems.append("architecture.windowed_layers needs architecture.sliding_window: how many tokens they see")
+        if self.windowed_rope_theta and not self.windowed_layers:
+            problems.append(
+                f"architecture.windowed_rope_theta={self.windowed_rope_theta:g} needs architecture.windowed_layers: "
+                "which layers it is for; set architecture.rope_theta if all have a window, or none"
+            )
         if self.qk_norm_width != "head" and not self.qk_norm:
             problems.append(f"architecture.qk_norm_width={self.qk_norm_width} needs architecture.qk_norm=true")
         if problems:
@@ -249,6 +256,12 @@ class ModelSpec:
         """Return how many tokens a query of a layer sees, with itself; 0 for all earlier ones."""
         has_window = not self.windowed_layers or layer in self.windowed_layers
         return self.sliding_window if has_window else 0
+
+    def rope(self, layer: int) -> RotaryEmbedding:
+        """Return the rotary embedding of a layer."""
+        if self.windowed_rope_theta and self.window(layer):
+            return RotaryEmbedding(self.head_dim, self.windowed_rope_theta, None)
+        return RotaryEmbedding(self.head_dim, self.rope_theta, self.rope_scaling)
 
     def attention(self, layer: int) -> AttentionNeeds:
         """Return what attention of a layer has to compute, over rows of one document each."""

@@ -1,8 +1,8 @@
-"""Scalings of the rotary embedding, for sequences longer than a model was first trained on."""
+"""The rotary embedding of a layer, and its scalings for sequences longer than a model was first trained on."""
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from llama_core.errors import ConfigError
 
@@ -123,3 +123,12 @@ def _refuse_to_shorten(factor: float) -> None:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+class RotaryEmbedding(NamedTuple):
+    """The rotary embedding of a layer; layers with equal ones share their cosines and sines."""
+
+    head_dim: int
+    theta: float
+    """Its base."""
+    scaling: RopeScaling | None

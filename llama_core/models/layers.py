@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
 from llama_core.config.models import ModelSpec
-from llama_core.config.rope import LinearScaling, YarnScaling
+from llama_core.config.rope import LinearScaling, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
 from llama_core.models.cpu_attention import cpu_attention, is_faster
@@ -237,22 +237,22 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Tensor:
+def rope_frequencies(rope: RotaryEmbedding, device: torch.device | None = None) -> Tensor:
     """Return the angle per position of every rotated pair, in radians: fp32, [R].
 
-    ``spec.rope_scaling``, if set, says how they are stretched.
+    ``rope.scaling``, if set, says how they are stretched.
 
     Source: Su et al. 2021, arXiv:2104.09864; for the scaling see the classes of ``config/rope.py``.
     """
-    exponents_R = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=device) / spec.head_dim
-    plain_R = 1.0 / spec.rope_theta**exponents_R
-    scaling = spec.rope_scaling
+    exponents_R = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device=device) / rope.head_dim
+    plain_R = 1.0 / rope.theta**exponents_R
+    scaling = rope.scaling
     if scaling is None:
         return plain_R
     if isinstance(scaling, LinearScaling):
         return plain_R / scaling.factor
     if isinstance(scaling, YarnScaling):
-        first, last = scaling.blend(spec.head_dim, spec.rope_theta)
+        first, last = scaling.blend(rope.head_dim, rope.theta)
         slowed_R = (torch.arange(len(plain_R), dtype=torch.float32, device=device) - first) / (last - first)
         return torch.lerp(plain_R, plain_R / scaling.factor, slowed_R.clamp(0.0, 1.0))
     turns_R = plain_R * (scaling.original_context / (2 * math.pi))
@@ -260,14 +260,14 @@ def rope_frequencies(spec: ModelSpec, device: torch.device | None = None) -> Ten
     return torch.lerp(plain_R / scaling.factor, plain_R, kept_R.clamp(0.0, 1.0))
 
 
-def rotation(spec: ModelSpec, positions_BS: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
+def rotation(rope: RotaryEmbedding, positions_BS: Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
     """Return the rotation of every token, computed in fp32; ``positions_BS`` counts from 0 (B may be 1)."""
-    angles_BS1R = positions_BS[:, :, None, None].float() * rope_frequencies(spec, positions_BS.device)
+    angles_BS1R = positions_BS[:, :, None, None].float() * rope_frequencies(rope, positions_BS.device)
     cos_BS1R = angles_BS1R.cos()
     sin_BS1R = angles_BS1R.sin()
-    if isinstance(spec.rope_scaling, YarnScaling):
-        cos_BS1R *= spec.rope_scaling.amplitude
-        sin_BS1R *= spec.rope_scaling.amplitude
+    if isinstance(rope.scaling, YarnScaling):
+        cos_BS1R *= rope.scaling.amplitude
+        sin_BS1R *= rope.scaling.amplitude
     return Rotation(cos_BS1R.to(dtype), sin_BS1R.to(dtype))
 
 

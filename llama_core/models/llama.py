@@ -138,7 +138,9 @@ class Llama(nn.Module):
         places_BS = index_S[None] if positions_BS is None else positions_BS
         if places_BS.shape[1] > num_tokens:  # the mask is that of whole rows
             places_BS = places_BS[:, index_S]
-        rotary = rotation(self.spec, places_BS, torch.promote_types(self.compute_dtype, torch.float32))
+        wide = torch.promote_types(self.compute_dtype, torch.float32)
+        ropes = [self.spec.rope(index) for index in layers]
+        rotations = {rope: rotation(rope, places_BS, wide) for rope in dict.fromkeys(ropes)}
         windows = [self.spec.attention(index).window for index in layers]
         masks = {
             window: self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, window)
@@ -147,8 +149,8 @@ class Llama(nn.Module):
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
             x_BSD = self.tok_embeddings(inputs)
-        for index, window in zip(layers, windows, strict=True):
-            x_BSD = self.layers[str(index)](x_BSD, rotary, masks[window])
+        for index, rope, window in zip(layers, ropes, windows, strict=True):
+            x_BSD = self.layers[str(index)](x_BSD, rotations[rope], masks[window])
         return x_BSD
 
     def head(self, x_BSD: Tensor, batch: Batch | None) -> Tensor:

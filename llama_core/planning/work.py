@@ -43,6 +43,8 @@ class Stage:
     """Those of the head and the loss, on the last stage."""
     num_masks: int
     """Masks, or places of gathered keys, that its layers share: one, or more if their windows differ."""
+    num_rotations: int
+    """Cosines and sines that its layers share: one of each, or more if their rotary embeddings differ."""
     tied: bool
     """Whether the head is the embedding."""
     shares_table: bool
@@ -197,6 +199,7 @@ class Work:
                     final_norm=final_norm,
                     head=head,
                     num_masks=len({self.spec.attention(layer) for layer in own}),
+                    num_rotations=len({self.spec.rope(layer) for layer in own}),
                     tied=tied,
                     shares_table=shares_table,
                     root=self._root(hosted_with[stage]) if tied else 0,
@@ -272,8 +275,8 @@ class Work:
         return num_bytes
 
     @property
-    def shared_bytes(self) -> int:
-        """Bytes that all layers of a microbatch share, beside masks: cosines and sines."""
+    def rotation_bytes(self) -> int:
+        """Bytes of a microbatch's cosines and sines, which the layers with one rotary embedding share."""
         own_seq = self.seq_len // self.plan.cp
         tokens = self.setting.tokens
         rotations = own_seq if self.documents == "none" else tokens  # without documents all rows share their positions

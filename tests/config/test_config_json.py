@@ -401,6 +401,8 @@ def test_a_mistral_whose_window_is_null_has_none(folder):
     ("settings", "complaint"),
     [
         ({"windowed_layers": [0]}, "architecture.windowed_layers needs architecture.sliding_window"),
+        ({"windowed_rope_theta": 1e4}, "windowed_rope_theta=10000 needs architecture.windowed_layers: which layers it"),
+        ({"sliding_window": 64, "windowed_rope_theta": 1e4}, "rope_theta if all have a window, or none"),
         ({"sliding_window": 64, "windowed_layers": [1, 40]}, r"architecture.windowed_layers=\[40\] are not layers of"),
     ],
 )

@@ -22,6 +22,7 @@ NOT_YET = {
     "attention_soft_cap": {"attention_soft_cap": 30.0},
     "norms": {"norms": "post"},
     "qk_norm_width": {"qk_norm": True, "qk_norm_width": "all"},
+    "windowed_rope_theta": {"sliding_window": 8, "windowed_layers": (1,), "windowed_rope_theta": 2e4},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {

@@ -103,7 +103,7 @@ SCALINGS = {
 def test_rotary_frequencies_match_transformers(name, scaling):
     spec = replace(model_spec(name), rope_scaling=scaling)
     theirs = LlamaRotaryEmbedding(hugging_face_config(spec))
-    torch.testing.assert_close(rope_frequencies(spec), theirs.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(spec.rope(0)), theirs.inv_freq, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
@@ -132,7 +132,7 @@ def test_a_folder_with_transformers_4_keys_is_the_same_model(tmp_path):
     read = read_folder(str(tmp_path))
     assert read.rope_scaling == spec.rope_scaling
     theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
-    torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(read.rope(0)), theirs.inv_freq, rtol=1e-6, atol=0)
 
 
 BEFORE = {"original_max_position_embeddings": 48}
@@ -162,7 +162,7 @@ def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transform
     (tmp_path / "config.json").write_text(json.dumps(config | written))
     read = read_folder(str(tmp_path))
     theirs = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(tmp_path))
-    torch.testing.assert_close(rope_frequencies(read), theirs.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(read.rope(0)), theirs.inv_freq, rtol=1e-6, atol=0)
     assert getattr(read.rope_scaling, "amplitude", 1.0) == pytest.approx(theirs.attention_scaling)
 
 

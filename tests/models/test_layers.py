@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from operations import Operations
 from parity import UNTIED
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Olmo3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from llama_core.config.models import model_spec
+from llama_core.config.rope import YarnScaling
 from llama_core.config.strategy import MATRICES, LoRA
 from llama_core.models.layers import Linear, RMSNorm, attend, document_mask, rope_frequencies, rotate, rotation
 from llama_core.models.llama import Llama, with_adapters
@@ -61,8 +64,8 @@ def test_rotated_scores_depend_only_on_the_distance_between_positions():
     q, k = torch.randn(2, 1, 1, 1, LLAMA_405B.head_dim)
 
     def score(q_position, k_position):
-        rotated_q = rotate(q, rotation(LLAMA_405B, torch.tensor([[q_position]])))
-        return (rotated_q * rotate(k, rotation(LLAMA_405B, torch.tensor([[k_position]])))).sum()
+        rotated_q = rotate(q, rotation(LLAMA_405B.rope(0), torch.tensor([[q_position]])))
+        return (rotated_q * rotate(k, rotation(LLAMA_405B.rope(0), torch.tensor([[k_position]])))).sum()
 
     torch.testing.assert_close(score(40, 7), score(1040, 1007), rtol=0, atol=2e-3)  # angles of 1000 radians in fp32
     assert abs(score(40, 7) - score(40, 17)) > 0.1
@@ -71,15 +74,56 @@ def test_rotated_scores_depend_only_on_the_distance_between_positions():
 def test_rotation_keeps_the_dtype_and_the_length_of_every_head():
     torch.manual_seed(0)
     x = torch.randn(2, 9, 3, LLAMA_405B.head_dim, dtype=torch.bfloat16)
-    rotated = rotate(x, rotation(LLAMA_405B, torch.arange(9)[None]))
+    rotated = rotate(x, rotation(LLAMA_405B.rope(0), torch.arange(9)[None]))
     assert rotated.dtype == torch.bfloat16
     torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=0)
 
 
+def test_layers_with_a_window_can_have_a_rotation_of_their_own():
+    """Each layer computes what it does in a model whose layers all rotate as it does."""
+    spec = replace(
+        UNTIED, sliding_window=4, windowed_layers=(0, 1), rope_scaling=YarnScaling(4.0, 8), windowed_rope_theta=100.0
+    )
+    model = Llama(spec)
+    scaled = replace(spec, windowed_rope_theta=0.0)
+    unscaled = replace(scaled, rope_theta=100.0, rope_scaling=None)
+    x = torch.randn(2, 12, spec.hidden_size)
+    for layer, alike in ((1, unscaled), (2, scaled)):
+        outs = []
+        for model.spec in (spec, scaled, unscaled):
+            outs.append(model.run_layers(x, None, range(layer, layer + 1)))
+        assert outs[0].equal(outs[[scaled, unscaled].index(alike) + 1])
+        assert not outs[1].equal(outs[2])
+
+
+@pytest.mark.parametrize(("layer", "kind"), [(0, "sliding_attention"), (1, "full_attention")])
+def test_the_rotations_of_layers_with_and_without_a_window_match_transformers(layer, kind):
+    scaling = YarnScaling(8.0, 32, attention_factor=1.25)
+    spec = replace(
+        UNTIED, sliding_window=4, windowed_layers=(0,), rope_theta=1e6, rope_scaling=scaling, windowed_rope_theta=1e4
+    )
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.25}
+    ropes = {
+        "full_attention": yarn | {"rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    config = Olmo3Config(
+        hidden_size=spec.hidden_size,
+        num_attention_heads=spec.num_heads,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=ropes,
+    )
+    places = torch.arange(64)[None]
+    theirs = Olmo3RotaryEmbedding(config)(torch.empty(()), places, kind)
+    for ours, whole in zip(rotation(spec.rope(layer), places), theirs, strict=True):
+        torch.testing.assert_close(ours[:, :, 0], whole.chunk(2, -1)[0], rtol=0, atol=1e-5)
+
+
 def test_scaled_rope_keeps_short_wavelengths_and_stretches_long_ones_by_the_factor():
     scaling = LLAMA_405B.rope_scaling
-    plain = rope_frequencies(replace(LLAMA_405B, rope_scaling=None))
-    ratio = plain / rope_frequencies(LLAMA_405B)
+    plain = rope_frequencies(LLAMA_405B.rope(0)._replace(scaling=None))
+    ratio = plain / rope_frequencies(LLAMA_405B.rope(0))
     wavelength = 2 * math.pi / plain
     short = wavelength < scaling.original_context / scaling.high_freq_factor
     long = wavelength > scaling.original_context / scaling.low_freq_factor

@@ -85,7 +85,7 @@ def drawn(norms="pre", width="none"):
 
 
 def after_block(model, x):
-    rotary = rotation(model.spec, torch.arange(LENGTH)[None], torch.float64)
+    rotary = rotation(model.spec.rope(0), torch.arange(LENGTH)[None], torch.float64)
     return model.layers["0"](x, rotary, None)
 
 

@@ -72,7 +72,7 @@ def test_attention_and_its_gradients_are_those_of_a_dense_computation(positions,
         use_kernels(model, asked="math")
     block = model.layers["0"].attention
     weights = dict(block.named_parameters())
-    rotary = rotation(model.spec, positions, torch.float64)
+    rotary = rotation(model.spec.rope(0), positions, torch.float64)
     given = None if positions is WHOLE else positions
     mask = model.attention_mask(given, torch.arange(LENGTH), torch.float64, None, window)
     assert (mask is None) == (positions is WHOLE and not window)
@@ -92,7 +92,7 @@ def test_attention_and_its_gradients_are_those_of_a_dense_computation(positions,
 
 def test_a_wide_cap_leaves_attention_as_it_is():
     (capped, x), (plain, _) = drawn(0, cap=1e6), drawn(0, cap=0.0)
-    rotary = rotation(SPEC, WHOLE, torch.float64)
+    rotary = rotation(SPEC.rope(0), WHOLE, torch.float64)
     outs = [model.layers["0"].attention(x, rotary, None) for model in (capped, plain)]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-9)
 

@@ -114,7 +114,7 @@ def peaks_estimated(spec, seq_len):
 
 def bytes_kept(block, spec, *, follows_trained=True):
     """Return the bytes that the forward of a layer leaves for its backward, besides weights and rotation."""
-    rotary = rotation(spec, torch.arange(SEQ_LEN)[None])
+    rotary = rotation(spec.rope(0), torch.arange(SEQ_LEN)[None])
     elsewhere = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *rotary)}
     kept = {}
 

@@ -1,6 +1,6 @@
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ RELATIVES = [
         name=f"relative{turn}",
         head_dim=48,
         rope_scaling=YarnScaling(4.0, 128),
+        windowed_rope_theta=100.0,
     )
     for turn in range(NUM_TURNS)
 ]
@@ -182,16 +183,21 @@ def test_products_in_fp8_are_counted_as_those_in_bf16_are():
     assert fast.profile.peak_bytes == pytest.approx(usual.profile.peak_bytes, rel=0.01)
 
 
-def test_layers_with_a_window_and_layers_without_have_a_mask_each():
-    held = [
-        [
-            profile.phases["forward"]["activations"]
-            for profile in rehearsed_and_estimated(request(RELATIVE.name, *windowed))
-        ]
-        for windowed in (["architecture.windowed_layers=[1, 2]"], ["architecture.windowed_layers=[]"])
+def test_layers_with_a_window_and_layers_without_have_a_mask_and_a_rotation_each():
+    settings = [
+        ["architecture.windowed_layers=[1, 2]"],
+        ["architecture.windowed_layers=[1, 2]", "architecture.windowed_rope_theta=0"],
+        ["architecture.windowed_layers=[]", "architecture.windowed_rope_theta=0"],
     ]
+    held = []
+    for asked in settings:
+        profiles = rehearsed_and_estimated(request(RELATIVE.name, *asked))
+        held.append([profile.phases["forward"]["activations"] for profile in profiles])
+    rotation = 4 * RELATIVE.default_seq_len * RELATIVE.head_dim
     mask = 2 * RELATIVE.default_seq_len**2
-    assert [both - one for both, one in zip(*held, strict=True)] == [mask, mask]
+    own_rotation, own_mask = ([more - less for more, less in zip(*pair, strict=True)] for pair in pairwise(held))
+    assert own_rotation == [rotation, rotation]
+    assert own_mask == [mask, mask]
 
 
 def test_accumulating_over_microbatches_multiplies_the_flops_and_not_the_activations():

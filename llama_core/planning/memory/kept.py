@@ -15,7 +15,7 @@ class KeptActivations:
 
     def __init__(self, stage: Stage, work: Work) -> None:
         layers = stage.layers
-        self.shared = work.shared_bytes + stage.num_masks * work.mask_bytes
+        self.shared = stage.num_rotations * work.rotation_bytes + stage.num_masks * work.mask_bytes
         """Bytes that all layers share, and what a stage keeps of a tensor that it received."""
         if not stage.is_first and stage.modes[0] == "none" and work.setting.widens_norms:
             # the layer keeps only the fp32 tensor that its norm makes of it

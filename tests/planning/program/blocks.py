@@ -101,7 +101,7 @@ def _run(model, copies, setting, dtype, follows_trained):
     prepare_routers(block, torch.ones(()))
     deferred = DeferredGradients(model) if setting.splits_backward else None
     places = torch.arange(setting.seq_len)[None]
-    rotary = rotation(model.spec, places)
+    rotary = rotation(model.spec.rope(0), places)
     mask = document_mask(places, dtype, model.spec.sliding_window) if setting.documents == "mask" else None
     with ByteCounter(block_bytes=1) as counter:
         leaf = torch.zeros((), requires_grad=follows_trained)
