@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from llama_core.config.model_spec import NormWidth
 from llama_core.config.models import ModelSpec, model_names, model_spec
 from llama_core.errors import ConfigError
 
@@ -59,6 +60,8 @@ class Architecture:
     """Norms per layer, each with an input of ``hidden_size``."""
     norms_queries: bool = False
     """Whether queries and keys are normalised."""
+    qk_norm_width: NormWidth = "head"
+    """What of them is normalised as one."""
     experts: RoutedExperts | None = None
     latent: LatentAttention | None = None
 
@@ -116,7 +119,7 @@ class Architecture:
         total = (1 if self.tied else 2) * self.table_parameters + h
         norms = self.num_norms * h
         if self.norms_queries:
-            norms += 2 * self.head_dim
+            norms += 2 * self.head_dim if self.qk_norm_width == "head" else self.query_size + self.key_size
         total += self.num_layers * (self.attention_parameters + norms)
         total += (self.num_layers - self.num_expert_layers) * self.ffn_parameters(self.ffn_size)
         if experts:
@@ -137,6 +140,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         spec.vocab_size,
         tied=spec.tied_embeddings,
         norms_queries=spec.qk_norm,
+        qk_norm_width=spec.qk_norm_width,
     )
 
 

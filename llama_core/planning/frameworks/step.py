@@ -120,6 +120,7 @@ def _spec(model: Architecture) -> ModelSpec:
         default_seq_len=4096,
         tied_embeddings=model.tied,
         qk_norm=model.norms_queries,
+        qk_norm_width=model.qk_norm_width,
     )
 
 
