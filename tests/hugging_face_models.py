@@ -8,6 +8,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -41,6 +43,8 @@ def shrunk(name):
 
 def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
+    if spec.norms == "post":
+        return Olmo2Config, Olmo2ForCausalLM
     if spec.qk_norm:
         return Qwen3Config, Qwen3ForCausalLM
     if spec.qkv_bias:
@@ -79,7 +83,8 @@ def hugging_face_config(spec, kind=None, **settings):
 
 
 def hugging_face_model(spec, attention="sdpa"):
-    return class_of(spec)[1](hugging_face_config(spec, attn_implementation=attention)).eval()
+    # an OLMo has a padding token, whose embedding gets no gradient there
+    return class_of(spec)[1](hugging_face_config(spec, attn_implementation=attention, pad_token_id=None)).eval()
 
 
 def model_with_large_weights(spec):
@@ -93,7 +98,8 @@ def model_with_large_weights(spec):
 
 
 def renamed(model):
-    return {hugging_face_name(name): parameter.detach() for name, parameter in model.named_parameters()}
+    kind = model.spec.model_type
+    return {hugging_face_name(name, kind): parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def load(theirs, ours):

@@ -82,7 +82,15 @@ QWEN3_MOE = ModelType(
         "feed_forward.experts.w3.weight": "mlp.experts.{}.up_proj.weight",
     },
 )
-MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE)
+OLMO2 = ModelType(
+    "olmo2",
+    always={"norms": "post", "qk_norm": True, "qk_norm_width": "all"},
+    names={
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+)
+MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2)
 
 
 def nearest_type(traits: Mapping[str, Any]) -> ModelType:

@@ -3,6 +3,8 @@
 ``ModelSpec``, the type of the rows, can be imported from here too.
 """
 
+from typing import Any
+
 from llama_core.config.model_spec import ModelSpec
 from llama_core.config.rope import Llama3Scaling
 from llama_core.errors import ConfigError, did_you_mean
@@ -15,6 +17,9 @@ LONGEST_DEFAULT = 8192
 # The scalings of Llama 3.1 and 3.3 (8), and of Llama 3.2 (32).
 _SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)
 _SCALED_32 = Llama3Scaling(factor=32.0, original_context=8192)
+
+# What OLMo 2 and OLMo 3 share.
+_OLMO: Any = {"norms": "post", "qk_norm": True, "qk_norm_width": "all"}
 
 # fmt: off
 _VARIANTS = (
@@ -52,6 +57,12 @@ _VARIANTS = (
     ModelSpec("qwen3_8b",              "qwen",        4096,  36,  32,   8, 128, 12288, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
     ModelSpec("qwen3_14b",             "qwen",        5120,  40,  40,   8, 128, 17408, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
     ModelSpec("qwen3_32b",             "qwen",        5120,  64,  64,   8, 128, 25600, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
+    # as in configs/official-1124 of github.com/allenai/OLMo (7b, 13b) and, in github.com/allenai/OLMo-core,
+    # TransformerConfig.olmo2_1B_v2 and olmo2_32B; the vocabulary is padded from 100,278 tokens
+    ModelSpec("olmo2_1b",              "llama",       2048,  16,  16,  16, 128,  8192, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
+    ModelSpec("olmo2_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
+    ModelSpec("olmo2_13b",             "llama",       5120,  40,  40,  40, 128, 13824, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
+    ModelSpec("olmo2_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

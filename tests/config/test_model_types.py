@@ -20,8 +20,6 @@ FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in 
 NOT_YET = {
     "moe.moe_layers": {"moe": MoE(moe_layers=2)},
     "attention_soft_cap": {"attention_soft_cap": 30.0},
-    "norms": {"norms": "post"},
-    "qk_norm_width": {"qk_norm": True, "qk_norm_width": "all"},
     "windowed_rope_theta": {"sliding_window": 8, "windowed_layers": (1,), "windowed_rope_theta": 2e4},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
@@ -40,6 +38,8 @@ OTHER = {
     "rope_scaling": {"rope_scaling": Llama3Scaling(4.0, 32)},
     "qkv_bias": {"qkv_bias": True},
     "qk_norm": {"qk_norm": True},
+    "qk_norm_width": {"qk_norm": True, "qk_norm_width": "all"},
+    "norms": {"norms": "post"},
     "sliding_window": {"sliding_window": 8},
     "windowed_layers": {"sliding_window": 8, "windowed_layers": (1,)},
     "moe": {"moe": MoE()},

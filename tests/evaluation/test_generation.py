@@ -29,15 +29,17 @@ SPECS = {
     "windows": shrunk("mistral_7b"),
     "biases, windows in some layers": BY_LAYER,
     "norms of heads": shrunk("qwen3_0_6b"),
+    "norms after, of all heads": shrunk("olmo2_7b"),
     "untied, linear": replace(shrunk("code_llama_34b"), rope_scaling=LinearScaling(4.0)),
 }
+NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 @every_spec
 def test_greedy_tokens_are_those_of_transformers_and_of_the_model_without_a_cache(spec):
     ours = model_with_large_weights(spec)
-    theirs = class_of(spec)[1](hugging_face_config(spec, bos_token_id=None, eos_token_id=None)).eval()
+    theirs = class_of(spec)[1](hugging_face_config(spec, **NO_SPECIAL_TOKENS)).eval()
     load(theirs, ours)
     expected = theirs.generate(PROMPT, max_new_tokens=NUM_TOKENS, do_sample=False)[0, PROMPT.shape[1] :].tolist()
     assert len(set(expected)) > 5

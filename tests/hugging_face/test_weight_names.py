@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hugging_face_models import (
     BY_LAYER,
     class_of,
@@ -18,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -53,6 +55,7 @@ RELATIVES = {
     "Qwen2, last layers": replace(BY_LAYER, windowed_layers=(2, 3)),
     "Qwen3, some layers": replace(BY_LAYER, qkv_bias=False, qk_norm=True),
     "Qwen3, all layers": replace(BY_LAYER, qkv_bias=False, qk_norm=True, windowed_layers=()),
+    "OLMo 2, grouped heads": shrunk("olmo2_32b"),
     "Qwen2, wide heads": replace(shrunk("qwen2_5_7b"), head_dim=32),
 }
 
@@ -166,7 +169,7 @@ def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transform
     assert getattr(read.rope_scaling, "amplitude", 1.0) == pytest.approx(theirs.attention_scaling)
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config])
 def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {
         "vocab_size": 96,
@@ -182,16 +185,21 @@ def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     assert hugging_face_config(read).to_dict() == head_dim | theirs.to_dict()
 
 
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m"])
-def test_packed_documents_match_transformers_on_each_alone(name):
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m", "mistral_7b", "qwen3_8b", "olmo2_32b"])
+def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(name):
     spec = shrunk(name)
     ours, theirs = model_with_large_weights(spec), hugging_face_model(spec)
     load(theirs, ours)
     tokens = random_tokens(1, 48)
     positions = torch.cat((torch.arange(31), torch.arange(17)))[None]
-    with torch.no_grad():
-        alone = torch.cat((theirs(tokens[:, :31]).logits, theirs(tokens[:, 31:]).logits), dim=1)
-        torch.testing.assert_close(logits_of_documents(ours, tokens, positions), alone, rtol=0, atol=1e-4)
+    logits = logits_of_documents(ours, tokens, positions)
+    alone = torch.cat((theirs(tokens[:, :31]).logits, theirs(tokens[:, 31:]).logits), dim=1)
+    torch.testing.assert_close(logits, alone, rtol=0, atol=1e-4)
+    for each in (logits, alone):
+        F.cross_entropy(each[0], tokens[0].roll(-1)).backward()
+    for weight, parameter in ours.named_parameters():
+        gradient = theirs.get_parameter(hugging_face_name(weight, spec.model_type)).grad
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -210,7 +218,7 @@ def test_names_and_shapes_match_transformers(name):
     spec = shrunk(name)
     shapes = shapes_of_transformers(spec)
     check_weights(spec, shapes, source="there")
-    ours = {hugging_face_name(name): shape for name, shape in spec.parameter_shapes.items()}
+    ours = {hugging_face_name(name, spec.model_type): shape for name, shape in spec.parameter_shapes.items()}
     assert ours.items() <= shapes.items()
     assert ("lm_head.weight" in ours) == (not spec.tied_embeddings)
 

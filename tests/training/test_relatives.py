@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -31,18 +32,19 @@ SIZES = {
     "head_dim": 12,
     "initializer_range": 0.25,
     "max_position_embeddings": 128,
-    "sliding_window": 7,
 }
+WINDOW = {"sliding_window": 7}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 RELATIVES = {
-    "mistral": MistralConfig(**SIZES, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
-    "qwen2": Qwen2Config(**SIZES, **LAYERS, rope_parameters=YARN, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SIZES, **LAYERS, rope_parameters=YARN),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, use_sliding_window=True),
-    "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True),
+    "mistral": MistralConfig(**SIZES, **WINDOW, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
+    "qwen2": Qwen2Config(**SIZES, **WINDOW, **LAYERS, rope_parameters=YARN, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SIZES, **WINDOW, **LAYERS, rope_parameters=YARN),
+    "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN),
+    "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, use_sliding_window=True),
+    "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, norm_topk_prob=True),
 }
 every_relative = pytest.mark.parametrize("kind", RELATIVES.values(), ids=RELATIVES)
 

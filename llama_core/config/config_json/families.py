@@ -20,6 +20,7 @@ from llama_core.config.model_types import (
     LLAMA,
     MISTRAL,
     MIXTRAL,
+    OLMO2,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -390,6 +391,25 @@ class Qwen3MoeJson(_QwenJson):
         }
 
 
+class Olmo2Json(LlamaJson):
+    """The same with norms after attention and feed-forward, and of all heads of a query or a key as one.
+
+    It has the defaults of ``Olmo2Config``.
+    """
+
+    row = OLMO2
+
+    model_type: Literal["olmo2"]  # type: ignore[assignment]
+    architectures: list[Literal["Olmo2ForCausalLM"]] = []  # type: ignore[assignment]
+    """only Olmo2ForCausalLM can be trained"""
+    rms_norm_eps: Positive = 1e-5
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        return {"attention_bias": False}
+
+
 def _balance_loss_coefficient(config: MixtralJson | Qwen3MoeJson) -> float:
     """Return the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
 
@@ -406,6 +426,7 @@ def _router_aux_loss_coef(spec: ModelSpec) -> float:
 
 
 FAMILIES: dict[str, type[LlamaJson]] = {
-    family.row.name: family for family in (LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson)
+    family.row.name: family
+    for family in (LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson, Olmo2Json)
 }
 """The types of models that can be read and written, by ``model_type``."""
