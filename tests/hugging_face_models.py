@@ -10,6 +10,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -23,14 +25,13 @@ from llama_core.models.llama import Llama
 
 def shrunk(name):
     """Return the variant with small sizes and the traits of its family."""
-    spec = model_spec(name)
+    spec = model_spec(name).with_few_layers(2)
     scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens show it
     window = 9 if spec.sliding_window else 0
     num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
     return replace(
         spec,
         hidden_size=64,
-        num_layers=2,
         num_heads=4,
         num_kv_heads=num_kv_heads,
         head_dim=16,
@@ -44,7 +45,7 @@ def shrunk(name):
 def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
     if spec.norms == "post":
-        return Olmo2Config, Olmo2ForCausalLM
+        return (Olmo3Config, Olmo3ForCausalLM) if spec.sliding_window else (Olmo2Config, Olmo2ForCausalLM)
     if spec.qk_norm:
         return Qwen3Config, Qwen3ForCausalLM
     if spec.qkv_bias:
@@ -52,20 +53,29 @@ def class_of(spec):
     return (MistralConfig, MistralForCausalLM) if spec.sliding_window else (LlamaConfig, LlamaForCausalLM)
 
 
+def mapping_of(rope):
+    """Return what transformers has in its configuration of a rotary embedding."""
+    mapping = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.scaling is not None:
+        mapping |= {key: value for key, value in asdict(rope.scaling).items() if value is not None}
+        mapping["rope_type"] = mapping.pop("kind")
+        if "original_context" in mapping:
+            mapping["original_max_position_embeddings"] = mapping.pop("original_context")
+    return mapping
+
+
 def hugging_face_config(spec, kind=None, **settings):
     kind = kind or class_of(spec)[0]
     if spec.sliding_window:
         settings["sliding_window"] = spec.sliding_window
+    layer_types = ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
+    if kind in {Qwen2Config, Qwen3Config, Olmo3Config}:
+        settings["layer_types"] = layer_types
     if kind in {Qwen2Config, Qwen3Config}:
-        kinds = {True: "sliding_attention", False: "full_attention"}
         settings["use_sliding_window"] = spec.sliding_window > 0
-        settings["layer_types"] = [kinds[spec.window(layer) > 0] for layer in range(spec.num_layers)]
-    rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    if spec.rope_scaling is not None:
-        rope |= {key: value for key, value in asdict(spec.rope_scaling).items() if value is not None}
-        rope["rope_type"] = rope.pop("kind")
-        if "original_context" in rope:
-            rope["original_max_position_embeddings"] = rope.pop("original_context")
+    rope = mapping_of(spec.rope(0))
+    if kind is Olmo3Config:
+        rope = {kind: mapping_of(spec.rope(layer)) for layer, kind in enumerate(layer_types)}
     return kind(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,

@@ -106,7 +106,7 @@ class ArchitectureConfig(Section):
     windowed_layers: tuple[int, ...] | None = Field(None, strict=False)
     """The layers with the sliding window; default: the model's, or all."""
     windowed_rope_theta: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """Base of the unscaled rotary embedding of windowed_layers, as in Gemma 3; 0 if they rotate as the others do."""
+    """Base of the unscaled rotary embedding of windowed_layers, as in OLMo 3; 0 if they rotate as the others do."""
     attention_soft_cap: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Cap on attention's scores, cap * tanh(scores / cap), as in Gemma 2; 0 for none."""
     norm_eps: float | None = Field(None, gt=0)

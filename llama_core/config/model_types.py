@@ -90,7 +90,13 @@ OLMO2 = ModelType(
         "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
     },
 )
-MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2)
+OLMO3 = ModelType(
+    "olmo3",
+    always=OLMO2.always,
+    sometimes=frozenset({"sliding_window", "windowed_layers", "windowed_rope_theta"}),
+    names=OLMO2.names,
+)
+MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3)
 
 
 def nearest_type(traits: Mapping[str, Any]) -> ModelType:

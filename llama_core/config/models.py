@@ -6,7 +6,7 @@
 from typing import Any
 
 from llama_core.config.model_spec import ModelSpec
-from llama_core.config.rope import Llama3Scaling
+from llama_core.config.rope import Llama3Scaling, YarnScaling
 from llama_core.errors import ConfigError, did_you_mean
 
 __all__ = ["LONGEST_DEFAULT", "ModelSpec", "model_names", "model_spec"]
@@ -20,6 +20,17 @@ _SCALED_32 = Llama3Scaling(factor=32.0, original_context=8192)
 
 # What OLMo 2 and OLMo 3 share.
 _OLMO: Any = {"norms": "post", "qk_norm": True, "qk_norm_width": "all"}
+
+
+def _olmo3(num_layers: int) -> Any:
+    """Return the traits of an OLMo 3: a window in all layers but every fourth, which alone are scaled."""
+    return _OLMO | {
+        "sliding_window": 4096,
+        "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 4 != 3),
+        "windowed_rope_theta": 5e5,
+        "rope_scaling": YarnScaling(8.0, 8192),
+    }
+
 
 # fmt: off
 _VARIANTS = (
@@ -63,6 +74,9 @@ _VARIANTS = (
     ModelSpec("olmo2_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
     ModelSpec("olmo2_13b",             "llama",       5120,  40,  40,  40, 128, 13824, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
     ModelSpec("olmo2_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
+    # as in src/scripts/official/OLMo3 of the latter; the vocabulary is not padded in the files that AI2 publishes
+    ModelSpec("olmo3_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_278, 5e5, 1e-6,  65536,  8192, **_olmo3(32)),
+    ModelSpec("olmo3_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_278, 5e5, 1e-6,  65536,  8192, **_olmo3(64)),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

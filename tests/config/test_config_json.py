@@ -8,7 +8,7 @@ from llama_core.chain.planned import with_keys
 from llama_core.config.architecture import ArchitectureConfig
 from llama_core.config.config_json.reading import ignored_settings, is_folder, read_folder
 from llama_core.config.config_json.writing import config_json
-from llama_core.config.models import ModelSpec
+from llama_core.config.models import ModelSpec, model_spec
 from llama_core.config.overrides import Override
 from llama_core.config.rope import LinearScaling
 from llama_core.config.run import RunConfig
@@ -334,6 +334,7 @@ def test_each_key_unlike_llama_is_refused_in_one_line(folder, keys, found):
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
+TWO_SCALINGS = {"rope_parameters": {FULL: YARN}, "rope_scaling": YARN | {"factor": 8.0}}
 
 
 @pytest.mark.parametrize(
@@ -356,6 +357,31 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
         (
             {"model_type": "qwen3", "layer_types": [FULL, "chunked_attention"]},
             ["layer_types=\"chunked_attention\": input should be 'full_attention' or 'sliding_attention'"],
+        ),
+        ({"model_type": "olmo2", "sliding_window": 64}, ["sliding_window=64: Llama attends to all earlier tokens"]),
+        (
+            {"model_type": "olmo3", "rope_parameters": YARN},
+            ["rope_parameters has factor, rope_type outside of full_attention and sliding"],
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": [FULL, WINDOWED], "rope_theta": 1e6},
+            ["rope_theta=1e+06 is read by transformers 4 for all layers, and by 5 for those without a window; add"],
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": [FULL, WINDOWED], "rope_parameters": {WINDOWED: YARN}},
+            ["rope_parameters.sliding_attention: only the scaling of full_attention can be trained, or none"],
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {WINDOWED: {"rope_type": "default", "attn_factor": 0.5}}},
+            ["rope_parameters.sliding_attention.attn_factor: not a setting of its rotary embedding"],
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {FULL: {"rope_type": "dynamic"}}},
+            ['rope_parameters.full_attention.rope_type="dynamic": a text'],
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": [FULL, WINDOWED]} | TWO_SCALINGS,
+            ["rope_scaling contradicts rope_parameters; keep the right one"],
         ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers: only mixtures with experts in every"]),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step=2: only mixtures with experts"]),
@@ -382,12 +408,24 @@ def test_what_a_relative_cannot_be_is_refused_in_one_line(folder, keys, found):
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, [0, 64]),
         ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": [WINDOWED, FULL]}, [4096, 0]),
         ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": True}, [64, 64]),
+        ({"model_type": "olmo3", "sliding_window": 64, "layer_types": [FULL, WINDOWED]}, [0, 64]),
+        ({"model_type": "olmo3", "num_hidden_layers": 5}, [4096, 4096, 4096, 0, 4096]),
     ],
     ids=str,
 )
 def test_each_type_says_in_its_own_way_which_layers_have_a_window(folder, keys, windows):
     spec = read_folder(str(folder(architectures=None, num_key_value_heads=2, **keys)))
     assert [spec.window(layer) for layer in range(spec.num_layers)] == windows
+
+
+def test_an_olmo_3_in_the_spelling_of_transformers_4_is_scaled_in_layers_without_a_window(folder):
+    # the keys of Olmo-3-1025-7B
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    keys = {"layer_types": [WINDOWED, FULL], "rope_theta": 500_000, "rope_scaling": yarn | {"beta_fast": 32.0}}
+    spec = read_folder(str(folder(model_type="olmo3", architectures=None, num_key_value_heads=2, **keys)))
+    variant = model_spec("olmo3_7b").with_few_layers(2)
+    assert [spec.rope(layer)[1:] for layer in range(2)] == [variant.rope(layer)[1:] for layer in range(2)]
+    assert spec.rope(0) != spec.rope(1)
 
 
 def test_a_mistral_whose_window_is_null_has_none(folder):

@@ -20,6 +20,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -50,12 +51,18 @@ def test_logits_match_transformers_for_the_same_weights(name, attention):
         torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+OLMO3 = replace(shrunk("olmo3_32b"), num_layers=4, windowed_layers=(0, 1, 2))
 RELATIVES = {
     "Mistral": shrunk("mistral_7b"),
     "Qwen2, last layers": replace(BY_LAYER, windowed_layers=(2, 3)),
     "Qwen3, some layers": replace(BY_LAYER, qkv_bias=False, qk_norm=True),
     "Qwen3, all layers": replace(BY_LAYER, qkv_bias=False, qk_norm=True, windowed_layers=()),
     "OLMo 2, grouped heads": shrunk("olmo2_32b"),
+    "OLMo 3": OLMO3,
+    "OLMo 3, another base in windows": replace(OLMO3, windowed_rope_theta=1e3),
+    "OLMo 3, all layers scaled": replace(OLMO3, windowed_rope_theta=0.0),
+    "OLMo 3, no layer scaled": replace(OLMO3, rope_scaling=None, windowed_rope_theta=0.0),
+    "OLMo 3, windows in all layers": replace(OLMO3, windowed_layers=(), windowed_rope_theta=0.0),
     "Qwen2, wide heads": replace(shrunk("qwen2_5_7b"), head_dim=32),
 }
 
@@ -78,7 +85,7 @@ def test_a_relative_read_from_a_folder_and_one_written_to_a_folder_give_the_logi
         for model in (theirs, exported):
             load(model, ours)
             torch.testing.assert_close(logits, model(tokens).logits, rtol=0, atol=1e-4)
-        full = replace(spec, sliding_window=0, windowed_layers=())
+        full = replace(spec, sliding_window=0, windowed_layers=(), windowed_rope_theta=0.0)
         ours.spec = full
         assert not spec.sliding_window or (ours(tokens) - logits).abs().max() > 0.1
 
@@ -169,7 +176,7 @@ def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transform
     assert getattr(read.rope_scaling, "amplitude", 1.0) == pytest.approx(theirs.attention_scaling)
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config])
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config])
 def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {
         "vocab_size": 96,
@@ -185,7 +192,9 @@ def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     assert hugging_face_config(read).to_dict() == head_dim | theirs.to_dict()
 
 
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m", "mistral_7b", "qwen3_8b", "olmo2_32b"])
+@pytest.mark.parametrize(
+    "name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m", "mistral_7b", "qwen3_8b", "olmo2_32b", "olmo3_7b"]
+)
 def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(name):
     spec = shrunk(name)
     ours, theirs = model_with_large_weights(spec), hugging_face_model(spec)

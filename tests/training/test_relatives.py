@@ -10,6 +10,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -35,6 +36,8 @@ SIZES = {
 }
 WINDOW = {"sliding_window": 7}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+OF_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 RELATIVES = {
@@ -42,6 +45,7 @@ RELATIVES = {
     "qwen2": Qwen2Config(**SIZES, **WINDOW, **LAYERS, rope_parameters=YARN, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, **WINDOW, **LAYERS, rope_parameters=YARN),
     "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN),
+    "olmo3": Olmo3Config(**SIZES, **WINDOW, layer_types=OF_LAYERS, rope_parameters=ROPES),
     "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, use_sliding_window=True),
     "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, norm_topk_prob=True),
@@ -100,9 +104,9 @@ def test_a_run_without_the_folder_has_the_same_model(kind, tmp_path):
     assert RunConfig.load(tmp_path / "run.yaml").spec == request.spec
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
-def test_adapters_beside_biases_are_merged_to_the_same_logits(method, tmp_path):
-    kind = RELATIVES["qwen2"]
+@pytest.mark.parametrize(("relative", "method"), [("qwen2", "lora"), ("qwen2", "dora"), ("olmo3", "lora")])
+def test_adapters_of_a_relative_are_merged_to_the_same_logits(relative, method, tmp_path):
+    kind = RELATIVES[relative]
     saved(kind, tmp_path / "theirs")
     config = RunConfig.from_mapping(
         {

@@ -15,12 +15,22 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, Field, model_validator
 
-from llama_core.config.config_json.rope import STRICT, AnyRope, One, Positive, RopeInFile, Size
+from llama_core.config.config_json.rope import (
+    STRICT,
+    AnyRope,
+    One,
+    Positive,
+    RopeByLayer,
+    RopeInFile,
+    Size,
+    rope_mapping,
+)
 from llama_core.config.model_types import (
     LLAMA,
     MISTRAL,
     MIXTRAL,
     OLMO2,
+    OLMO3,
     QWEN2,
     QWEN3,
     QWEN3_MOE,
@@ -237,7 +247,50 @@ class MistralJson(LlamaJson):
         return {"sliding_window": spec.sliding_window or None}
 
 
-class _QwenJson(LlamaJson):
+class _LayerTypesJson(LlamaJson):
+    """What types share that have a window in some layers, as ``layer_types`` says."""
+
+    sliding_window: Size | None = 4096  # type: ignore[assignment]
+    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+
+    @property
+    def _windowed_by_default(self) -> list[int]:
+        """The layers with a window in a file without ``layer_types``."""
+        raise NotImplementedError
+
+    @property
+    def _windowed(self) -> list[int]:
+        """The layers with a window."""
+        if self.layer_types is not None:
+            return [layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention"]
+        return self._windowed_by_default
+
+    @property
+    def _all_windowed(self) -> bool:
+        """Whether all layers have a window."""
+        return len(self._windowed) == self.num_hidden_layers
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
+        if not self._windowed:
+            return super().traits
+        return super().traits | {
+            "sliding_window": self.sliding_window,
+            "windowed_layers": () if self._all_windowed else tuple(self._windowed),
+        }
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            yield f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers={self.num_hidden_layers}"
+
+
+def _layer_types(spec: ModelSpec) -> list[str]:
+    return ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
+
+
+class _QwenJson(_LayerTypesJson):
     """What the types of Qwen share: a window in some layers, which has to be switched on."""
 
     num_key_value_heads: Size | None = 32
@@ -249,11 +302,9 @@ class _QwenJson(LlamaJson):
 
     # false in Qwen2.5-7B, which has no window in spite of sliding_window=131072
     use_sliding_window: bool = False
-    sliding_window: Size | None = 4096  # type: ignore[assignment]
-    # the layers without a window, which come first, whatever the name says
+    # the layers without a window, which come first, whatever the name says; newer versions of
+    # transformers write layer_types, and prefer it
     max_window_layers: Annotated[int, Field(ge=0)] = 28
-    # newer versions of transformers write it, and prefer it to max_window_layers
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
 
     @property
     def _has_window(self) -> bool:
@@ -261,30 +312,12 @@ class _QwenJson(LlamaJson):
         return self.use_sliding_window and self.sliding_window is not None
 
     @property
-    def _windowed(self) -> list[int]:
-        """The layers with a window."""
-        if self.layer_types is not None:
-            return [layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention"]
-        if not self._has_window:
-            return []
-        return list(range(self.num_hidden_layers))[self.max_window_layers :]
-
-    @property
-    def traits(self) -> dict[str, Any]:
-        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
-        windowed = self._windowed
-        if not windowed:
-            return super().traits
-        in_all = len(windowed) == self.num_hidden_layers
-        return super().traits | {
-            "sliding_window": self.sliding_window,
-            "windowed_layers": () if in_all else tuple(windowed),
-        }
+    def _windowed_by_default(self) -> list[int]:
+        """The layers with a window in a file without ``layer_types``."""
+        return list(range(self.num_hidden_layers))[self.max_window_layers :] if self._has_window else []
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            yield f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers={self.num_hidden_layers}"
         if self._windowed and not self._has_window:
             yield "layer_types has sliding_attention, but use_sliding_window or sliding_window says that there is none"
 
@@ -293,12 +326,12 @@ class _QwenJson(LlamaJson):
         """Return the keys that describe a model's traits."""
         if not spec.sliding_window:
             return {"use_sliding_window": False, "sliding_window": None}
-        windowed = [spec.window(layer) > 0 for layer in range(spec.num_layers)]
+        layer_types = _layer_types(spec)
         return {
             "use_sliding_window": True,
             "sliding_window": spec.sliding_window,
-            "max_window_layers": windowed.index(True),  # for readers that know no layer_types
-            "layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in windowed],
+            "max_window_layers": layer_types.index("sliding_attention"),  # for readers that know no layer_types
+            "layer_types": layer_types,
         }
 
 
@@ -410,6 +443,106 @@ class Olmo2Json(LlamaJson):
         return {"attention_bias": False}
 
 
+class Olmo3Json(_LayerTypesJson):
+    """An OLMo 2 with windows in some layers, which may rotate differently, with the defaults of ``Olmo3Config``."""
+
+    row = OLMO3
+    default_theta = 500_000.0
+
+    model_type: Literal["olmo3"]  # type: ignore[assignment]
+    architectures: list[Literal["Olmo3ForCausalLM"]] = []  # type: ignore[assignment]
+    """only Olmo3ForCausalLM can be trained"""
+    rms_norm_eps: Positive = 1e-5
+    # transformers 4 has only rope_scaling, which is of layers without a window, as in Olmo-3-1025-7B
+    rope_parameters: RopeByLayer | None = None  # type: ignore[assignment]
+
+    @property
+    def _windowed_by_default(self) -> list[int]:
+        """The layers with a window in a file without ``layer_types``: all but every fourth."""
+        return [layer for layer in range(self.num_hidden_layers) if layer % 4 != 3]
+
+    @property
+    def rope(self) -> RopeInFile:
+        """All that the file says about the rotary embedding of layers without a window; of all, if all have one."""
+        if self._all_windowed:
+            return self._windowed_rope
+        mappings = {
+            "rope_scaling": self.rope_scaling,
+            "rope_parameters.full_attention": self.rope_parameters and self.rope_parameters.full_attention,
+        }
+        return RopeInFile(
+            mappings={key: rope for key, rope in mappings.items() if rope is not None},
+            outer_theta=self.rope_theta,
+            outer_original_context=self.original_max_position_embeddings,
+            max_context=self.max_position_embeddings,
+        )
+
+    @property
+    def _windowed_rope(self) -> RopeInFile:
+        """The same of layers with a window."""
+        rope = self.rope_parameters and self.rope_parameters.sliding_attention
+        return RopeInFile(
+            mappings={"rope_parameters.sliding_attention": rope} if rope else {},
+            outer_theta=None,
+            outer_original_context=self.original_max_position_embeddings,
+            max_context=self.max_position_embeddings,
+        )
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
+        if self._all_windowed or not self._windowed or self._rotate_alike:
+            return super().traits
+        return super().traits | {"windowed_rope_theta": self._windowed_theta}
+
+    @property
+    def _windowed_theta(self) -> float:
+        """Base of the rotary embedding of layers with a window."""
+        return self._windowed_rope.theta or self.default_theta
+
+    @property
+    def _rotate_alike(self) -> bool:
+        """Whether layers with a window rotate as those without."""
+        windowed = (self._windowed_theta, self._windowed_rope.scaling)
+        return windowed == (self.theta, self.rope.scaling)
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if not self._windowed:
+            return
+        if self.sliding_window is None:
+            yield "sliding_window=null: layers with sliding_attention, of which this model has some, need its size"
+        rope = self._windowed_rope
+        if not self._all_windowed:
+            yield from rope.contradictions()
+            if rope.scaling is not None and not self._rotate_alike:
+                yield "rope_parameters.sliding_attention: only the scaling of full_attention can be trained, or none"
+        for mapping in rope.mappings.values():
+            for key in mapping.model_extra or {}:
+                yield f"rope_parameters.sliding_attention.{key}: not a setting of its rotary embedding"
+        if rope.theta is None and self.rope_theta not in {None, self.default_theta}:
+            yield (
+                f"rope_theta={self.rope_theta:g} is read by transformers 4 for all layers, and by 5 for those without "
+                "a window; add rope_parameters.sliding_attention.rope_theta"
+            )
+
+    @classmethod
+    def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
+        """Return the keys that describe a model's traits."""
+        layer_types = _layer_types(spec)
+        ropes = {kind: spec.rope(layer) for layer, kind in enumerate(layer_types)}
+        mappings = {}
+        for kind in ("full_attention", "sliding_attention"):
+            rope = ropes.get(kind, spec.rope(0))  # transformers wants both, even if all layers have a window
+            mappings[kind] = rope_mapping(rope.theta, rope.scaling)
+        return {
+            "attention_bias": False,
+            "sliding_window": spec.sliding_window,
+            "layer_types": layer_types,
+            "rope_parameters": mappings,
+        }
+
+
 def _balance_loss_coefficient(config: MixtralJson | Qwen3MoeJson) -> float:
     """Return the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
 
@@ -427,6 +560,6 @@ def _router_aux_loss_coef(spec: ModelSpec) -> float:
 
 FAMILIES: dict[str, type[LlamaJson]] = {
     family.row.name: family
-    for family in (LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson, Olmo2Json)
+    for family in (LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson, Olmo2Json, Olmo3Json)
 }
 """The types of models that can be read and written, by ``model_type``."""

@@ -1,15 +1,16 @@
 """The rotary embedding in a ``config.json``: its keys, read as our scalings and written from them.
 
 transformers 4 has the key ``rope_theta`` and, if positions are scaled, a mapping ``rope_scaling``.
-transformers 5 has one mapping ``rope_parameters`` with both. A file may have all of them, since we
-write them all, and people edit files for the version that they have; then they must agree.
+transformers 5 has one mapping ``rope_parameters`` with both, or with a mapping each for layers with
+and without a window, if they may rotate differently. A file may have all of them, since we write
+them all, and people edit files for the version that they have; then they must agree.
 """
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from llama_core.config.rope import (
     LinearScaling,
@@ -18,6 +19,7 @@ from llama_core.config.rope import (
     YarnScaling,
     yarn_amplitude,
 )
+from llama_core.errors import ConfigError
 
 Size = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
@@ -130,6 +132,26 @@ AnyRope = Annotated[
 ]
 
 
+class RopeByLayer(BaseModel):
+    """The mappings of layers with a window and of those without, where these may rotate differently."""
+
+    model_config = STRICT | ConfigDict(extra="forbid")
+
+    full_attention: AnyRope | None = None
+    sliding_attention: AnyRope | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_nothing_else(cls, given: Any) -> Any:
+        others = sorted(given.keys() - cls.model_fields.keys()) if isinstance(given, dict) else []
+        if others:
+            raise ConfigError(
+                f"rope_parameters has {', '.join(others)} outside of full_attention and sliding_attention, where "
+                "some versions of transformers ignore it; give each of the two a mapping of its own"
+            )
+        return given
+
+
 @dataclass(frozen=True)
 class RopeInFile:
     """All that a file says about the rotary embedding, in as many places as it likes."""
@@ -216,14 +238,21 @@ def rope_keys(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
         theta: its base.
         scaling: its scaling; None without scaling.
     """
-    mapping = None
-    if scaling is not None:
-        mapping = {}
-        for name, value in asdict(scaling).items():
-            if value is not None:  # YaRN's amplitude: without the key, it is that of the paper
-                mapping[_THEIR_NAMES.get(name, name)] = value
     return {
         "rope_theta": theta,
-        "rope_scaling": mapping,
-        "rope_parameters": {"rope_theta": theta} | (mapping or {"rope_type": "default"}),
+        "rope_scaling": None if scaling is None else _keys_of_scaling(scaling),
+        "rope_parameters": rope_mapping(theta, scaling),
     }
+
+
+def rope_mapping(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return the keys that describe a rotary embedding, in the spelling of transformers 5."""
+    return {"rope_theta": theta} | ({"rope_type": "default"} if scaling is None else _keys_of_scaling(scaling))
+
+
+def _keys_of_scaling(scaling: RopeScaling) -> dict[str, Any]:
+    keys = {}
+    for name, value in asdict(scaling).items():
+        if value is not None:  # YaRN's amplitude: without the key, it is that of the paper
+            keys[_THEIR_NAMES.get(name, name)] = value
+    return keys
