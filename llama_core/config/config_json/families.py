@@ -10,7 +10,7 @@ such a class with a row, and list it in ``FAMILIES``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, Field, model_validator
@@ -20,6 +20,7 @@ from llama_core.config.config_json.rope import (
     AnyRope,
     One,
     Positive,
+    Rope,
     RopeByLayer,
     RopeInFile,
     Size,
@@ -143,9 +144,12 @@ class LlamaJson(BaseModel):
     def rope(self) -> RopeInFile:
         """All that the file says about the rotary embedding."""
         mappings = {"rope_scaling": self.rope_scaling, "rope_parameters": self.rope_parameters}
+        return self._rope_of(mappings, self.rope_theta)
+
+    def _rope_of(self, mappings: Mapping[str, Rope | None], outer_theta: float | None) -> RopeInFile:
         return RopeInFile(
             mappings={key: rope for key, rope in mappings.items() if rope is not None},
-            outer_theta=self.rope_theta,
+            outer_theta=outer_theta,
             outer_original_context=self.original_max_position_embeddings,
             max_context=self.max_position_embeddings,
         )
@@ -466,27 +470,15 @@ class Olmo3Json(_LayerTypesJson):
         """All that the file says about the rotary embedding of layers without a window; of all, if all have one."""
         if self._all_windowed:
             return self._windowed_rope
-        mappings = {
-            "rope_scaling": self.rope_scaling,
-            "rope_parameters.full_attention": self.rope_parameters and self.rope_parameters.full_attention,
-        }
-        return RopeInFile(
-            mappings={key: rope for key, rope in mappings.items() if rope is not None},
-            outer_theta=self.rope_theta,
-            outer_original_context=self.original_max_position_embeddings,
-            max_context=self.max_position_embeddings,
-        )
+        by_layer = self.rope_parameters or RopeByLayer()
+        mappings = {"rope_scaling": self.rope_scaling, "rope_parameters.full_attention": by_layer.full_attention}
+        return self._rope_of(mappings, self.rope_theta)
 
     @property
     def _windowed_rope(self) -> RopeInFile:
         """The same of layers with a window."""
-        rope = self.rope_parameters and self.rope_parameters.sliding_attention
-        return RopeInFile(
-            mappings={"rope_parameters.sliding_attention": rope} if rope else {},
-            outer_theta=None,
-            outer_original_context=self.original_max_position_embeddings,
-            max_context=self.max_position_embeddings,
-        )
+        by_layer = self.rope_parameters or RopeByLayer()
+        return self._rope_of({"rope_parameters.sliding_attention": by_layer.sliding_attention}, None)
 
     @property
     def traits(self) -> dict[str, Any]:
