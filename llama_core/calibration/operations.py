@@ -18,7 +18,7 @@ from llama_core.models import fp8, moe, nf4
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_grouped, cast_linear
 from llama_core.models.grouped import grouped_outer_product, grouped_product
-from llama_core.models.layers import Rotation, attend, document_mask, rms_norm, rotate, swiglu
+from llama_core.models.layers import Rotation, attend, document_mask, rms_norm, rotate
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.training.muon import orthogonalised
 from llama_core.training.optimizer import build_optimizer
@@ -294,7 +294,6 @@ _BUILDERS: dict[str, Callable[[Sequence[str], Sizes, torch.device], Prepared]] =
     "link": _link,
     "product": _product,
     "fused_norm": _norm,
-    "swiglu": partial(_of_two, swiglu),
     "copy": _copy,
     "launch": _launch,
     "grouped": _grouped,

@@ -193,7 +193,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return ``silu(gate) * up``."""
     return F.silu(gate) * up
 
@@ -490,7 +490,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward output, in the shape and dtype of ``x_BSD``."""
-        out_BSD: Tensor = self.w2(swiglu(self.w1(x_BSD), self.w3(x_BSD)))
+        out_BSD: Tensor = self.w2(gated(self.w1(x_BSD), self.w3(x_BSD)))
         return out_BSD
 
 

@@ -25,7 +25,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import grouped_product
-from llama_core.models.layers import KEPT, FeedForward, Linear, local_part, swiglu
+from llama_core.models.layers import KEPT, FeedForward, Linear, gated, local_part
 
 NUM_SUMS = 3
 """Sums over tokens in the statistics of a layer, behind the tokens of each expert."""
@@ -86,7 +86,7 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Return the output of each token's expert, [R, D]; the tokens are sorted by expert."""
         ends_E = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        out_RD: Tensor = self.w2(swiglu(self.w1(x_RD, ends_E), self.w3(x_RD, ends_E)), ends_E)
+        out_RD: Tensor = self.w2(gated(self.w1(x_RD, ends_E), self.w3(x_RD, ends_E)), ends_E)
         return out_RD
 
 

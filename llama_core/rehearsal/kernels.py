@@ -1,7 +1,7 @@
 """Stand-ins for fused operators on fake tensors: they hold the same bytes, but compute no values.
 
-On CUDA, torch's norm is one kernel. A compiled block computes its norms and its SwiGLU in a few kernels, and keeps for
-its backward what is cheapest to keep. It unpacks a matrix in one kernel.
+On CUDA, torch's norm is one kernel. A compiled block computes its norms and its gated product in a few kernels, and
+keeps for its backward what is cheapest to keep. It unpacks a matrix in one kernel.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
             stack.enter_context(replaced(layers, "rms_norm", _rms_norm))
         if plan.compile:
             for owner in (layers, moe):
-                stack.enter_context(replaced(owner, "swiglu", _SwiGLU.apply))
+                stack.enter_context(replaced(owner, "gated", _Gated.apply))
             stack.enter_context(replaced(nf4, "unpack", _unpack))
         yield
 
@@ -77,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         return _gradients(ctx, x, weight)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gated(torch.autograd.Function):
     """Keeps gate and up, or only gate if it needs no gradient itself."""
 
     @staticmethod

@@ -78,11 +78,11 @@ class Layer(ModelProgram):
         return out
 
     def feed_forward(self, x: int) -> int:
-        """Append SwiGLU: ``down(silu(gate x) * up x)``."""
+        """Append a gated feed-forward: ``down(silu(gate x) * up x)``."""
         whole = self.gather(x)
         gate = self.linear(whole, "gate_proj")
         up = self.linear(whole, "up_proj")
-        hidden = self.swiglu(gate, up)
+        hidden = self.gated(gate, up)
         out = self.scatter(self.linear(hidden, "down_proj"))
         self.end(x, whole, hidden)
         return out
@@ -134,10 +134,10 @@ class Layer(ModelProgram):
         return self.exchange_over("ep", self.result("rearrange", [results, place], self.sizes[results]))
 
     def experts(self, x: int, moe: MoE) -> int:
-        """Append SwiGLU with the matrices of each row's expert."""
+        """Append a gated feed-forward with the matrices of each row's expert."""
         gate = self.expert_linear(x, "gate_proj", moe)
         up = self.expert_linear(x, "up_proj", moe)
-        return self.expert_linear(self.swiglu(gate, up), "down_proj", moe)
+        return self.expert_linear(self.gated(gate, up), "down_proj", moe)
 
     # --- their modules
 
@@ -193,10 +193,10 @@ class Layer(ModelProgram):
             self.costly.add(out)
         return out
 
-    def swiglu(self, gate: int, up: int) -> int:
+    def gated(self, gate: int, up: int) -> int:
         """Return ``silu(gate) * up``."""
         if self.setting.compiles:
-            return self.result("swiglu", [gate, up], self.sizes[gate])
+            return self.result("gated", [gate, up], self.sizes[gate])
         activated = self.result("silu", [gate], self.sizes[gate])
         out = self.result("multiply", [activated, up], self.sizes[gate])
         self.end(gate, up)

@@ -33,7 +33,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "cast_grouped_product": ((2,), (0,), ()),
     "multiply": ((1,), (0,)),
     "silu": ((0,),),
-    "swiglu": ((0, 1), (0,)),
+    "gated": ((0, 1), (0,)),  # in one kernel, as compiled blocks have it
     "softmax": ((FIRST_OUTPUT,),),
     "exp": ((FIRST_OUTPUT,),),
     "tanh": ((FIRST_OUTPUT,),),

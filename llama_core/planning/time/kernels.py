@@ -37,7 +37,7 @@ KERNEL_SECONDS = 5e-6
 FP8_ROUNDING_BYTES = {False: 9, True: 5}
 """Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,
 and written in one byte; in eager mode the scaled number is also written and read."""
-FUSED = frozenset({"fused_norm", "swiglu"})
+FUSED = frozenset({"fused_norm", "gated"})
 """Operations of which a compiled block makes all gradients in one kernel."""
 
 

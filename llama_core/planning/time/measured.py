@@ -26,7 +26,7 @@ POINTWISE = frozenset(
 """Kinds of operations that were measured by the number of elements of their first input."""
 WITH_PRODUCT = {"cast_product": "linear", "packed_product": "packed", "cast_grouped_product": "experts"}
 """Kinds of operations that were measured with the casts or the unpacking of their weights, and with what name."""
-EAGER_KERNELS = frozenset({"fused_norm", "swiglu", "rotate"})
+EAGER_KERNELS = frozenset({"fused_norm", "rotate"})
 """Kinds of operations of CUDA that were measured by the number of elements of their first input. A compiled block has
 other kernels for them."""
 LOSS_PRODUCTS = 3
