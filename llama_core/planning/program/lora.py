@@ -46,5 +46,9 @@ def head(program: ModelProgram, x: int) -> tuple[int, int]:
 
 def to_inner(program: ModelProgram, x: int, a: int) -> int:
     """Multiply by A, after a dropout, and scale the product, which is narrow."""
-    inner = program.product(program.dropped(x, program.lora.lora_dropout), a, program.lora.lora_rank)
-    return program.result("scale", [inner], program.sizes[inner])
+    dropped = program.dropped(x, program.lora.lora_dropout)
+    inner = program.product(dropped, a, program.lora.lora_rank)
+    scaled = program.result("scale", [inner], program.sizes[inner])
+    if dropped != x:
+        program.end(dropped, dropped + 1)  # native_dropout's mask, too, has a name until the function returns
+    return scaled
