@@ -45,6 +45,7 @@ VALUES = {
     "sliding_window": (0, 100),
     "windowed_layers": ((), (0,)),
     "attention_soft_cap": (0.0, 20.0),
+    "activation": ("silu", "gelu_tanh"),
     "lora.method": tuple(ADAPTERS),
     "lora.lora_rank": (16, 64),
     "lora.lora_alpha": (None, 4.0),

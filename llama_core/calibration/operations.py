@@ -18,7 +18,7 @@ from llama_core.models import fp8, moe, nf4
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_grouped, cast_linear
 from llama_core.models.grouped import grouped_outer_product, grouped_product
-from llama_core.models.layers import Rotation, attend, document_mask, rms_norm, rotate
+from llama_core.models.layers import ACTIVATIONS, Rotation, attend, document_mask, rms_norm, rotate
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.training.muon import orthogonalised
 from llama_core.training.optimizer import build_optimizer
@@ -304,7 +304,7 @@ _BUILDERS: dict[str, Callable[[Sequence[str], Sizes, torch.device], Prepared]] =
     "multiply": partial(_of_two, torch.mul),
     "add": partial(_of_two, torch.add),
     "add_bias": partial(_pointwise, lambda x: x + x[0]),
-    "silu": partial(_pointwise, F.silu),
+    **{name: partial(_pointwise, activation) for name, activation in ACTIVATIONS.items()},
     "exp": partial(_pointwise, torch.exp),
     "tanh": partial(_pointwise, torch.tanh),
     "scale": partial(_pointwise, lambda x: 2.0 * x),

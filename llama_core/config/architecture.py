@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from llama_core.config.config_json.reading import absolute_path, folder_name, is_folder, read_folder
-from llama_core.config.model_spec import NormPlacement, NormWidth
+from llama_core.config.model_spec import Activation, NormPlacement, NormWidth
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llama_core.config.section import Key, Section
@@ -109,6 +109,8 @@ class ArchitectureConfig(Section):
     """Base of the unscaled rotary embedding of windowed_layers, as in OLMo 3; 0 if they rotate as the others do."""
     attention_soft_cap: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Cap on attention's scores, cap * tanh(scores / cap), as in Gemma 2; 0 for none."""
+    activation: Activation | None = None
+    """What is made of a feed-forward's gate: silu (SwiGLU), or GELU by its tanh formula (GeGLU), as in Gemma."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon that the norms add to the mean square."""
     rope_theta: float | None = Field(None, gt=0)

@@ -30,6 +30,7 @@ Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama", "mistral",
 folder, whose generation is unknown."""
 NormPlacement = Literal["pre", "post", "both"]
 NormWidth = Literal["head", "all"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class LayerTraits(NamedTuple):
@@ -77,7 +78,7 @@ class ModelSpec:
         +----------+
         |          |
         |   ffn_norm               norms (pre, both)
-        |   feed_forward           ffn_size; moe: experts in its place
+        |   feed_forward           ffn_size, activation; moe: experts in its place
         |   ffn_post_norm          norms (post, both)
         |          |
         + <--------+
@@ -130,6 +131,10 @@ class ModelSpec:
     """Base of the rotary embedding of these layers, which is not scaled; 0 if they rotate as the others do."""
     attention_soft_cap: float = 0.0
     """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
+
+    # feed-forward
+    activation: Activation = "silu"
+    """What a feed-forward, or an expert in its place, makes of its gate before it multiplies."""
 
     # norms of the residual stream
     norms: NormPlacement = "pre"

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
-from llama_core.config.models import ModelSpec
+from llama_core.config.model_spec import Activation, ModelSpec
 from llama_core.config.rope import LinearScaling, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
@@ -193,9 +193,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up``."""
-    return F.silu(gate) * up
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""What a feed-forward may make of its gate. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return ``activation(gate) * up``."""
+    return ACTIVATIONS[activation](gate) * up
 
 
 class RMSNorm(nn.RMSNorm):
@@ -477,20 +484,21 @@ def use_kernels(model: nn.Module, told: DocumentAttention = "none", *, asked: st
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``w2(silu(w1 x) * w3 x)``, with gate projection w1, up projection w3 and down projection w2.
+    """SwiGLU or GeGLU: ``w2(activation(w1 x) * w3 x)``, with gate projection w1, up projection w3, down projection w2.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.activation = spec.activation
         self.w1 = Linear(spec.hidden_size, spec.ffn_size)
         self.w2 = Linear(spec.ffn_size, spec.hidden_size)  # no backward needs its result
         self.w3 = Linear(spec.hidden_size, spec.ffn_size)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward output, in the shape and dtype of ``x_BSD``."""
-        out_BSD: Tensor = self.w2(gated(self.w1(x_BSD), self.w3(x_BSD)))
+        out_BSD: Tensor = self.w2(gated(self.w1(x_BSD), self.w3(x_BSD), self.activation))
         return out_BSD
 
 

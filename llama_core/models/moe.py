@@ -75,10 +75,11 @@ def _multiply(x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E:
 
 
 class Experts(nn.Module):
-    """A SwiGLU feed-forward for every expert; see ``FeedForward``."""
+    """A gated feed-forward for every expert; see ``FeedForward``."""
 
     def __init__(self, spec: ModelSpec, num_experts: int) -> None:
         super().__init__()
+        self.activation = spec.activation
         self.w1 = ExpertLinear(num_experts, spec.hidden_size, spec.ffn_size)
         self.w2 = ExpertLinear(num_experts, spec.ffn_size, spec.hidden_size)
         self.w3 = ExpertLinear(num_experts, spec.hidden_size, spec.ffn_size)
@@ -86,7 +87,7 @@ class Experts(nn.Module):
     def forward(self, x_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Return the output of each token's expert, [R, D]; the tokens are sorted by expert."""
         ends_E = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        out_RD: Tensor = self.w2(gated(self.w1(x_RD, ends_E), self.w3(x_RD, ends_E)), ends_E)
+        out_RD: Tensor = self.w2(gated(self.w1(x_RD, ends_E), self.w3(x_RD, ends_E), self.activation), ends_E)
         return out_RD
 
 

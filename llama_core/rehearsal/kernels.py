@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from llama_core.config.model_spec import Activation
 from llama_core.config.nf4 import BLOCK, BLOCK_BYTES
 from llama_core.config.run import RunConfig
 from llama_core.models import cast_weights, layers, loss, moe, nf4
@@ -81,7 +82,7 @@ class _Gated(torch.autograd.Function):
     """Keeps gate and up, or only gate if it needs no gradient itself."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up if ctx.needs_input_grad[0] else None)
         return torch.empty_like(gate)
 
@@ -89,8 +90,10 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # which begins a recomputation, if no product after it did
-        return _gradients(ctx, grad, grad)
+        return _gradients(ctx, grad, grad, None)
 
 
-def _gradients(ctx: Any, *like: Tensor) -> tuple[Tensor | None, ...]:
-    return tuple(torch.empty_like(x) if needed else None for x, needed in zip(like, ctx.needs_input_grad, strict=True))
+def _gradients(ctx: Any, *like: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return a gradient like each of the inputs that need one; None of the others, and of what is no tensor."""
+    needed = zip(like, ctx.needs_input_grad, strict=True)
+    return tuple(torch.empty_like(x) if x is not None and is_needed else None for x, is_needed in needed)

@@ -78,7 +78,7 @@ class Layer(ModelProgram):
         return out
 
     def feed_forward(self, x: int) -> int:
-        """Append a gated feed-forward: ``down(silu(gate x) * up x)``."""
+        """Append a gated feed-forward: ``down(activation(gate x) * up x)``."""
         whole = self.gather(x)
         gate = self.linear(whole, "gate_proj")
         up = self.linear(whole, "up_proj")
@@ -194,10 +194,10 @@ class Layer(ModelProgram):
         return out
 
     def gated(self, gate: int, up: int) -> int:
-        """Return ``silu(gate) * up``."""
+        """Return ``activation(gate) * up``."""
         if self.setting.compiles:
             return self.result("gated", [gate, up], self.sizes[gate])
-        activated = self.result("silu", [gate], self.sizes[gate])
+        activated = self.result(self.spec.activation, [gate], self.sizes[gate])
         out = self.result("multiply", [activated, up], self.sizes[gate])
         self.end(gate, up)
         return out

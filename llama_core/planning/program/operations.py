@@ -6,8 +6,9 @@ gradient of each input of an operation is computed from; ``passes`` derives the 
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from llama_core.config.model_spec import Activation
 from llama_core.config.settings import Precision
 from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic
 
@@ -32,7 +33,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "cast_product": ((2,), (0,), ()),  # of x, of a weight, and of its copy in the dtype of x
     "cast_grouped_product": ((2,), (0,), ()),
     "multiply": ((1,), (0,)),
-    "silu": ((0,),),
+    **dict.fromkeys(get_args(Activation), ((0,),)),
     "gated": ((0, 1), (0,)),  # in one kernel, as compiled blocks have it
     "softmax": ((FIRST_OUTPUT,),),
     "exp": ((FIRST_OUTPUT,),),

@@ -6,9 +6,10 @@ which nothing was measured takes as long as the data sheet says.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from llama_core.config.measured_rates import Sizes
+from llama_core.config.model_spec import Activation
 from llama_core.optimizers.traits import OptimizerType, Trained
 from llama_core.planning.program.operations import FP32_BYTES, Operation, Product, Program
 from llama_core.planning.work import Work
@@ -21,8 +22,8 @@ Lookup = Callable[[str, Sizes], float | None]
 
 FLOAT_NAMES = {2: "bf16", 4: "fp32"}
 POINTWISE = frozenset(
-    {"add", "add_bias", "silu", "exp", "softmax", "tanh", "scale", "log_sum_exp", "rotate", "inverse_rms", "rearrange"}
-)
+    {"add", "add_bias", "exp", "softmax", "tanh", "scale", "log_sum_exp", "rotate", "inverse_rms", "rearrange"}
+).union(get_args(Activation))
 """Kinds of operations that were measured by the number of elements of their first input."""
 WITH_PRODUCT = {"cast_product": "linear", "packed_product": "packed", "cast_grouped_product": "experts"}
 """Kinds of operations that were measured with the casts or the unpacking of their weights, and with what name."""

@@ -108,7 +108,7 @@ def test_a_layer_over_matrices_in_nf4_does_too(seed):
 @pytest.mark.parametrize("seed", [0, *(nightly(seed) for seed in range(1, 40))])
 def test_a_layer_that_holds_all_scores_does_too(seed):
     """But for the peaks: the program has its operations in another order than torch's math kernel."""
-    check(drawn(seed, math=True), peaks=0.11)
+    check(drawn(seed, math=True), peaks=0.15)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(nightly(seed) for seed in range(2, 40))])
