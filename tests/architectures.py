@@ -22,6 +22,7 @@ SAME_BLOCK = {
     "num_layers": "how many blocks it has",
     "vocab_size": "rows of the tables outside of blocks",
     "tied_embeddings": "likewise",
+    "scaled_embedding": "a factor outside of blocks",
     "rope_theta": "cosines and sines are made outside of blocks",
     "rope_scaling": "likewise",
     "windowed_rope_theta": "likewise",

@@ -51,6 +51,7 @@ RELATIVE, OTHER_RELATIVE = (
         head_dim=12,
         rope_scaling=YarnScaling(4.0, 8),
         windowed_rope_theta=100.0,
+        scaled_embedding=True,
     )
     for turn in (0, 1)
 )

@@ -93,6 +93,8 @@ class ArchitectureConfig(Section):
     """Tokens in the vocabulary."""
     tied_embeddings: bool | None = None
     """Whether the output head shares the embedding's weights."""
+    scaled_embedding: bool | None = None
+    """Whether the residual stream begins as the embedding times the root of hidden_size, as in Gemma."""
     qkv_bias: bool | None = None
     """Whether the projections to queries, keys and values have biases, as in Qwen2."""
     qk_norm: bool | None = None

@@ -85,8 +85,9 @@ class ModelSpec:
         |
 
     ``models.layers.Block`` draws the three placements of norms side by side. Before the first of
-    ``num_layers`` blocks is the embedding of ``vocab_size`` tokens, and after the last a norm and
-    the head, which is the same matrix if ``tied_embeddings``.
+    ``num_layers`` blocks is the embedding of ``vocab_size`` tokens, times a factor if
+    ``scaled_embedding``, and after the last a norm and the head, which is the same matrix if
+    ``tied_embeddings``.
 
     Raises:
         ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist, or a trait lacks another.
@@ -115,6 +116,8 @@ class ModelSpec:
 
     # embedding and head
     tied_embeddings: bool = False
+    scaled_embedding: bool = False
+    """Whether the residual stream begins as the embedding times the root of ``hidden_size``."""
 
     # attention
     qkv_bias: bool = False

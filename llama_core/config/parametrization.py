@@ -21,6 +21,10 @@ themselves have these factors: AdamW makes the same model of a weight that begin
 as of one whose output is multiplied by it. So a checkpoint is a plain Llama. The initial values of what writes to the
 stream are usually smaller the deeper a model is, which is why they have a root of ``d`` here in place of ``d``.
 
+A scaled embedding (``ModelSpec.scaled_embedding``) would grow with the width, so its table begins and learns at
+1 / sqrt(w) of the above, which its factor makes up for. A tied head has that from the table, and the other root of
+1 / w from the final norm.
+
 Source: Dey et al. 2025, arXiv:2505.01618, table 1 with alpha = 1; Yang et al. 2022, arXiv:2203.03466, for the widths.
 """
 
@@ -51,11 +55,15 @@ def factors_of(name: str, spec: ModelSpec) -> ParametrizationFactors:
     width = spec.hidden_size / spec.base.width
     depth = spec.num_layers / spec.base.depth
     row = weight_of(name)
+    # how many times larger a row of the embedding is in the stream than in the base model's
+    enlarged = width**0.5 if spec.scaled_embedding else 1.0
     if row is HEAD_WEIGHT:
         return ParametrizationFactors(1 / width, 1 / width, width)
     if row is FINAL_NORM_WEIGHT and spec.tied_embeddings:
-        return ParametrizationFactors(1 / width, 1 / width)
-    if row in {EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT}:
+        return ParametrizationFactors(enlarged / width, enlarged / width, epsilon=1 / enlarged)
+    if row is EMBEDDING_WEIGHT:
+        return ParametrizationFactors(1 / enlarged, 1 / enlarged, enlarged, enlarged / width)
+    if row is FINAL_NORM_WEIGHT:
         return ParametrizationFactors(epsilon=1 / width)
     return _factors_in_layer(row, width, depth)
 

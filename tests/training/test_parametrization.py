@@ -66,6 +66,9 @@ def as_published(spec, scaled):
     parameters = dict(made.model.named_parameters())
     factors = {"attention.wo.weight": DEPTH, "feed_forward.w2.weight": DEPTH}
     factors["norm.weight" if spec.tied_embeddings else "output.weight"] = WIDTH
+    if spec.scaled_embedding:  # the publication's is not: its factor may not grow with the width
+        factors |= {"tok_embeddings.weight": WIDTH**0.5, "norm.weight": WIDTH**0.5 if spec.tied_embeddings else 1}
+        made.model.embedding_scale /= WIDTH**0.5
     with torch.no_grad():
         for name, parameter in scaled.model.named_parameters():
             factor = next((factor for part, factor in factors.items() if name == part or name.endswith(f".{part}")), 1)
@@ -84,7 +87,10 @@ def as_published(spec, scaled):
     return made
 
 
-@pytest.mark.parametrize("spec", [UNTIED, TIED], ids=["untied", "tied"])
+SCALED = [replace(spec, scaled_embedding=True) for spec in (UNTIED, TIED)]
+
+
+@pytest.mark.parametrize("spec", [UNTIED, TIED, *SCALED], ids=["untied", "tied", "untied, scaled", "tied, scaled"])
 def test_the_weights_with_their_factors_train_as_the_publication_s_model(spec):
     scaled = engine(replace(spec, base=BASE), **CHOICES)
     reference = as_published(spec, scaled)

@@ -47,7 +47,8 @@ class Embedding(ModelProgram):
         out = self.cast(self.look_up(table), self.itemsize)
         if spec.lora and EMBEDDING in adapted_tables(spec):
             out = import_module(spec.lora.kind.program).embedding(self, out)
-        self.output = self.scatter(out)
+        stream = self.scatter(out)
+        self.output = self.result("scale", [stream], self.sizes[stream]) if spec.scaled_embedding else stream
 
     def look_up(self, table: int) -> int:
         """Return the rows of the tokens; zeros for those of other ranks."""
