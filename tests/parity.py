@@ -57,7 +57,7 @@ RELATIVE, OTHER_RELATIVE = (
 )
 """Llamas with every trait of the relatives, and with other values of those that have several."""
 ADAPTED_RELATIVE = replace(
-    RELATIVE, lora=LoRA(lora_rank=4, target_modules=MATRICES), trainable=("layers.2.attention.*",)
+    RELATIVE, lora=LoRA(lora_rank=4, target_modules=TARGETS), trainable=("layers.2.attention.*",)
 )
 CAPPED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5)
 """One whose attention only some kernels compute."""

@@ -70,7 +70,8 @@ class ModelSpec:
         |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
         |   q_norm, k_norm         qk_norm, qk_norm_width
         |   rotation               rope_theta, rope_scaling, windowed_rope_theta
-        |   attention              sliding_window, windowed_layers, attention_soft_cap
+        |   attention              sliding_window, windowed_layers, attention_soft_cap,
+        |                          query_pre_attn_scalar
         |   attention_post_norm    norms (post, both)
         |          |
         + <--------+
@@ -132,6 +133,8 @@ class ModelSpec:
     """The layers with the sliding window; empty for all."""
     windowed_rope_theta: float = 0.0
     """Base of the rotary embedding of these layers, which is not scaled; 0 if they rotate as the others do."""
+    query_pre_attn_scalar: int = 0
+    """Attention's scores are products of queries and keys over the root of this; 0 for ``head_dim``."""
     attention_soft_cap: float = 0.0
     """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
 
@@ -213,6 +216,11 @@ class ModelSpec:
     def q_size(self) -> int:
         """Width of the queries of one layer."""
         return self.num_heads * self.head_dim
+
+    @property
+    def query_factor(self) -> float:
+        """What queries are multiplied by, since kernels divide scores by the root of ``head_dim``."""
+        return math.sqrt(self.head_dim / (self.query_pre_attn_scalar or self.head_dim))
 
     @property
     def kv_size(self) -> int:

@@ -420,6 +420,7 @@ class Attention(nn.Module):
         self.needs = spec.attention(layer)
         """What it has to compute."""
         self.head_dim = spec.head_dim
+        self.query_factor = spec.query_factor
         self.use_kernel(kernel_told(self.needs, "none"))
         self.with_earlier: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
@@ -450,6 +451,8 @@ class Attention(nn.Module):
         v_BSKH = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
         q_BSNH = self.q_norm(q_BSNH)
         k_BSKH = self.k_norm(k_BSKH)
+        if self.query_factor != 1.0:
+            q_BSNH = q_BSNH * self.query_factor
         # tokens stay first in memory, so that flattening the heads afterwards copies nothing
         q_BNSH, k_BKSH = (rotate(x, rotary).transpose(1, 2) for x in (q_BSNH, k_BSKH))
         v_BKSH = v_BSKH.transpose(1, 2)

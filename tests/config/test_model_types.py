@@ -21,6 +21,7 @@ NOT_YET = {
     "moe.moe_layers": {"moe": MoE(moe_layers=2)},
     "attention_soft_cap": {"attention_soft_cap": 30.0},
     "activation": {"activation": "gelu_tanh"},
+    "query_pre_attn_scalar": {"query_pre_attn_scalar": 24},
     "scaled_embedding": {"scaled_embedding": True},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""

@@ -70,6 +70,8 @@ class Layer(ModelProgram):
         if self.spec.qk_norm:
             q = self.norm_of_heads(q, self.spec.q_norm_size, is_trained="q_norm" in self.traits.trained)
             k = self.norm_of_heads(k, self.spec.k_norm_size, is_trained="k_norm" in self.traits.trained)
+        if self.spec.query_factor != 1.0:
+            q = self.result("scale", [q], self.sizes[q])
         rotated_q = self.rotate(q)
         rotated_k = self.rotate(k)
         attended = self.attend(rotated_q, rotated_k, v)
