@@ -52,6 +52,13 @@ class ModelType:
     """The traits that some of them have, which their configuration states."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What its files call a weight, by our name in a layer, if not as its row does (``Weight.stored_name``)."""
+    norms_less_one: bool = False
+    """Whether its files hold the weights of norms less one: transformers multiplies by one more than they say.
+
+    Ours are what is multiplied by. In fp32 that is the same number for a weight of a bf16 file that is 0, or from
+    2^-16 to 2^23 in size: its last bit is no smaller than that of the sum, so that the sum, and the difference that is
+    written back, are exact. A smaller one comes back with an error of at most 2^-24, and so does any of an fp32 file.
+    """
 
     def fits(self, traits: Mapping[str, Any]) -> bool:
         """Return whether a model with these traits has all that these models always have."""

@@ -1,12 +1,12 @@
 """Hugging Face's Llama and its relatives: their names and shapes for our weights. No torch.
 
 Both sides store the same matrices, in the same rotary layout, so conversion only renames weights. Files of a mixture
-hold the matrices of each expert apart, which are one tensor here.
+hold the matrices of each expert apart, which are one tensor here; some types' files hold the weights of norms less one.
 """
 
 from collections.abc import Callable, Mapping
 
-from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.model_weights import hugging_face_name, weight_of
 from llama_core.config.models import ModelSpec
 from llama_core.errors import WeightsError
 
@@ -18,6 +18,13 @@ def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
     template = hugging_face_name(name, spec.model_type)
     num_experts = spec.moe.num_experts if spec.moe and "{}" in template else 1
     return tuple(template.format(expert) for expert in range(num_experts))
+
+
+def names_less_one(spec: ModelSpec) -> frozenset[str]:
+    """Return our names of the weights that Hugging Face stores less one: those of norms, or none; see ``ModelType``."""
+    if not spec.model_type.norms_less_one:
+        return frozenset()
+    return frozenset(name for name in spec.parameter_shapes if weight_of(name).begins == "ones")
 
 
 def dense_name(name: str) -> str:

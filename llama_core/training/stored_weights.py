@@ -39,7 +39,7 @@ from llama_core.hugging_face.pretrained import (
 )
 from llama_core.hugging_face.quantised import QuantisedTensor
 from llama_core.hugging_face.weight_files import INDEX, WHOLE, StoredTensor, new_header
-from llama_core.hugging_face.weight_names import dense_name, hugging_face_names, hugging_face_shapes
+from llama_core.hugging_face.weight_names import dense_name, hugging_face_names, hugging_face_shapes, names_less_one
 from llama_core.models import nf4, pissa
 from llama_core.models.adapters import method_of
 from llama_core.models.layers import local_part
@@ -188,7 +188,9 @@ def _base(spec: ModelSpec, origin: Origin) -> _Source:
     """Return the source of the weights without adapters."""
     if origin.base is None:
         return _Drawn(spec, origin.drawn_by.training.seed if origin.drawn_by else 0)
-    return _saved(origin.base) if is_checkpoint(origin.base) else _Folder(hugging_face_weights(spec, origin.base))
+    if is_checkpoint(origin.base):
+        return _saved(origin.base)
+    return _Folder(hugging_face_weights(spec, origin.base), names_less_one(spec))
 
 
 def _adapters(spec: ModelSpec, source: Path) -> _Source:
@@ -260,8 +262,8 @@ class _Drawn:
         _copy_part(whole, into)
 
 
-class _PerExpert:
-    """Reads the matrices that Hugging Face stores, by its names: those of each expert are parts of one tensor here."""
+class _AsHuggingFaceStores:
+    """Reads what Hugging Face stores, by its names: the matrices of each expert, which are parts of one tensor here."""
 
     def __init__(self, source: _Source, spec: ModelSpec) -> None:
         self._source = source
@@ -271,11 +273,16 @@ class _PerExpert:
             for name in self._shapes
             for expert, stored in enumerate(hugging_face_names(name, spec))
         }
+        self._less_one = names_less_one(spec)
         self._held = torch.empty(0)
         self._name = ""
 
     def read(self, name: str, into: Tensor) -> None:
         ours, expert = self._places[name]
+        if ours in self._less_one:
+            # in fp32, since rounding to a narrower dtype would lose what is left of a weight near one
+            into.copy_(_read(self._source, ours, into.shape) - 1.0)
+            return
         if dense_name(ours) == ours:
             self._source.read(ours, into)
             return
@@ -364,14 +371,24 @@ class _Copied:
 
 
 class _Folder:
-    """Reads from the memory-mapped files of a Hugging Face or PEFT folder."""
+    """Reads from the memory-mapped files of a Hugging Face or PEFT folder.
 
-    def __init__(self, stored: Mapping[str, Sequence[StoredTensor]]) -> None:
+    Args:
+        stored: where each weight is, by our names.
+        less_one: the weights that the files hold less one.
+    """
+
+    def __init__(self, stored: Mapping[str, Sequence[StoredTensor]], less_one: Collection[str] = ()) -> None:
         self._stored = stored
+        self._less_one = less_one
         self._mapped: dict[Path, Tensor] = {}
 
     def read(self, name: str, into: Tensor) -> None:
         stored = self._stored[name]
+        if name in self._less_one:
+            wide = torch.promote_types(into.dtype, torch.float32)
+            _copy_part(self._view(stored[0]).to(wide) + 1.0, into)
+            return
         if into.ndim == len(stored[0].shape):
             _copy_part(self._view(stored[0]), into)
             return
@@ -511,7 +528,7 @@ def write_hugging_face(
     source = _mean([checkpoint, *others])
     if spec.lora is not None:
         source = _Merged(spec, spec.lora, _Rounded(spec, _base(spec, origin_of(checkpoint))), source)
-    source = _PerExpert(source, spec)
+    source = _AsHuggingFaceStores(source, spec)
     shapes = hugging_face_shapes(spec)
     itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
     shards = list(_shards(shapes, shard_bytes // itemsize))
