@@ -144,11 +144,12 @@ class LlamaJson(BaseModel):
     def rope(self) -> RopeInFile:
         """All that the file says about the rotary embedding."""
         mappings = {"rope_scaling": self.rope_scaling, "rope_parameters": self.rope_parameters}
-        return self._rope_of(mappings, self.rope_theta)
+        return self._rope_of(mappings, "rope_theta", self.rope_theta)
 
-    def _rope_of(self, mappings: Mapping[str, Rope | None], outer_theta: float | None) -> RopeInFile:
+    def _rope_of(self, mappings: Mapping[str, Rope | None], outer_key: str, outer_theta: float | None) -> RopeInFile:
         return RopeInFile(
             mappings={key: rope for key, rope in mappings.items() if rope is not None},
+            outer_key=outer_key,
             outer_theta=outer_theta,
             outer_original_context=self.original_max_position_embeddings,
             max_context=self.max_position_embeddings,
@@ -447,23 +448,16 @@ class Olmo2Json(LlamaJson):
         return {"attention_bias": False}
 
 
-class Olmo3Json(_LayerTypesJson):
-    """An OLMo 2 with windows in some layers, which may rotate differently, with the defaults of ``Olmo3Config``."""
+class _RopeByLayerJson(_LayerTypesJson):
+    """What types share whose layers with a window may rotate differently from the others."""
 
-    row = OLMO3
-    default_theta = 500_000.0
+    default_windowed_theta: ClassVar[float]
+    """Base of the rotary embedding of layers with a window where a file gives none."""
 
-    model_type: Literal["olmo3"]  # type: ignore[assignment]
-    architectures: list[Literal["Olmo3ForCausalLM"]] = []  # type: ignore[assignment]
-    """only Olmo3ForCausalLM can be trained"""
-    rms_norm_eps: Positive = 1e-5
-    # transformers 4 has only rope_scaling, which is of layers without a window, as in Olmo-3-1025-7B
+    # the mappings of transformers 5; in transformers 4, rope_scaling is of layers without a window
     rope_parameters: RopeByLayer | None = None  # type: ignore[assignment]
-
-    @property
-    def _windowed_by_default(self) -> list[int]:
-        """The layers with a window in a file without ``layer_types``: all but every fourth."""
-        return [layer for layer in range(self.num_hidden_layers) if layer % 4 != 3]
+    # its key for the base of the others, if the type has one
+    rope_local_base_freq: Positive | None = None
 
     @property
     def rope(self) -> RopeInFile:
@@ -472,13 +466,24 @@ class Olmo3Json(_LayerTypesJson):
             return self._windowed_rope
         by_layer = self.rope_parameters or RopeByLayer()
         mappings = {"rope_scaling": self.rope_scaling, "rope_parameters.full_attention": by_layer.full_attention}
-        return self._rope_of(mappings, self.rope_theta)
+        return self._rope_of(mappings, "rope_theta", self.rope_theta)
+
+    @property
+    def theta(self) -> float:
+        """Base of the rotary embedding of layers without a window; of all, if all have one."""
+        return self._windowed_theta if self._all_windowed else super().theta
 
     @property
     def _windowed_rope(self) -> RopeInFile:
-        """The same of layers with a window."""
+        """All that the file says about the rotary embedding of layers with a window."""
         by_layer = self.rope_parameters or RopeByLayer()
-        return self._rope_of({"rope_parameters.sliding_attention": by_layer.sliding_attention}, None)
+        mappings = {"rope_parameters.sliding_attention": by_layer.sliding_attention}
+        return self._rope_of(mappings, "rope_local_base_freq", self.rope_local_base_freq)
+
+    @property
+    def _windowed_theta(self) -> float:
+        """Base of the rotary embedding of layers with a window."""
+        return self._windowed_rope.theta or self.default_windowed_theta
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -486,11 +491,6 @@ class Olmo3Json(_LayerTypesJson):
         if self._all_windowed or not self._windowed or self._rotate_alike:
             return super().traits
         return super().traits | {"windowed_rope_theta": self._windowed_theta}
-
-    @property
-    def _windowed_theta(self) -> float:
-        """Base of the rotary embedding of layers with a window."""
-        return self._windowed_rope.theta or self.default_theta
 
     @property
     def _rotate_alike(self) -> bool:
@@ -512,11 +512,6 @@ class Olmo3Json(_LayerTypesJson):
         for mapping in rope.mappings.values():
             for key in mapping.model_extra or {}:
                 yield f"rope_parameters.sliding_attention.{key}: not a setting of its rotary embedding"
-        if rope.theta is None and self.rope_theta not in {None, self.default_theta}:
-            yield (
-                f"rope_theta={self.rope_theta:g} is read by transformers 4 for all layers, and by 5 for those without "
-                "a window; add rope_parameters.sliding_attention.rope_theta"
-            )
 
     @classmethod
     def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
@@ -525,14 +520,43 @@ class Olmo3Json(_LayerTypesJson):
         ropes = {kind: spec.rope(layer) for layer, kind in enumerate(layer_types)}
         mappings = {}
         for kind in ("full_attention", "sliding_attention"):
-            rope = ropes.get(kind, spec.rope(0))  # transformers wants both, even if all layers have a window
+            rope = ropes.get(kind, spec.rope(0))  # transformers wants both, even if all layers are of one kind
             mappings[kind] = rope_mapping(rope.theta, rope.scaling)
         return {
             "attention_bias": False,
-            "sliding_window": spec.sliding_window,
+            # a number even if no layer has a window, since transformers makes the mask of one
+            "sliding_window": spec.sliding_window or spec.max_context,
             "layer_types": layer_types,
             "rope_parameters": mappings,
         }
+
+
+class Olmo3Json(_RopeByLayerJson):
+    """An OLMo 2 with windows in some layers, which may rotate differently, with the defaults of ``Olmo3Config``."""
+
+    row = OLMO3
+    default_theta = 500_000.0
+    default_windowed_theta = default_theta
+
+    model_type: Literal["olmo3"]  # type: ignore[assignment]
+    architectures: list[Literal["Olmo3ForCausalLM"]] = []  # type: ignore[assignment]
+    """only Olmo3ForCausalLM can be trained"""
+    rms_norm_eps: Positive = 1e-5
+    rope_local_base_freq: None = None
+    """not a key of OLMo 3"""
+
+    @property
+    def _windowed_by_default(self) -> list[int]:
+        """The layers with a window in a file without ``layer_types``: all but every fourth."""
+        return [layer for layer in range(self.num_hidden_layers) if layer % 4 != 3]
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if self._windowed and self._windowed_rope.theta is None and self.rope_theta not in {None, self.default_theta}:
+            yield (
+                f"rope_theta={self.rope_theta:g} is read by transformers 4 for all layers, and by 5 for those without "
+                "a window; add rope_parameters.sliding_attention.rope_theta"
+            )
 
 
 def _balance_loss_coefficient(config: MixtralJson | Qwen3MoeJson) -> float:
@@ -552,6 +576,9 @@ def _router_aux_loss_coef(spec: ModelSpec) -> float:
 
 FAMILIES: dict[str, type[LlamaJson]] = {
     family.row.name: family
-    for family in (LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson, Olmo2Json, Olmo3Json)
+    for family in (
+        *(LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson),
+        *(Olmo2Json, Olmo3Json),
+    )
 }
 """The types of models that can be read and written, by ``model_type``."""

@@ -158,8 +158,10 @@ class RopeInFile:
 
     mappings: dict[str, Rope]
     """``rope_scaling``, ``rope_parameters`` or both, by their keys."""
+    outer_key: str
+    """The key of the base outside the mappings."""
     outer_theta: float | None
-    """``rope_theta`` outside the mappings."""
+    """That base."""
     outer_original_context: int | None
     """``original_max_position_embeddings`` outside them."""
     max_context: int
@@ -207,7 +209,7 @@ class RopeInFile:
             if rope.rope_theta:
                 yield f"{key}.rope_theta", rope.rope_theta
         if self.outer_theta:
-            yield "rope_theta", self.outer_theta
+            yield self.outer_key, self.outer_theta
 
     def _scalings(self) -> list[RopeScaling | None]:
         """Return the scaling of each mapping."""
