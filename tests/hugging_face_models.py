@@ -4,6 +4,8 @@ from dataclasses import asdict, replace
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,13 +22,16 @@ from transformers import (
 
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_spec
+from llama_core.hugging_face.weight_names import names_less_one
 from llama_core.models.llama import Llama
 
 
 def shrunk(name):
     """Return the variant with small sizes and the traits of its family."""
     spec = model_spec(name).with_few_layers(2)
-    scaling = spec.rope_scaling and replace(spec.rope_scaling, original_context=32)  # so that few tokens show it
+    scaling = spec.rope_scaling
+    if hasattr(scaling, "original_context"):
+        scaling = replace(scaling, original_context=32)  # so that few tokens show it
     window = 9 if spec.sliding_window else 0
     num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
     return replace(
@@ -44,6 +49,8 @@ def shrunk(name):
 
 def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
+    if spec.scaled_embedding:
+        return Gemma3TextConfig, Gemma3ForCausalLM
     if spec.norms == "post":
         return (Olmo3Config, Olmo3ForCausalLM) if spec.sliding_window else (Olmo2Config, Olmo2ForCausalLM)
     if spec.qk_norm:
@@ -69,12 +76,14 @@ def hugging_face_config(spec, kind=None, **settings):
     if spec.sliding_window:
         settings["sliding_window"] = spec.sliding_window
     layer_types = ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
-    if kind in {Qwen2Config, Qwen3Config, Olmo3Config}:
+    if kind in {Qwen2Config, Qwen3Config, Olmo3Config, Gemma3TextConfig}:
         settings["layer_types"] = layer_types
     if kind in {Qwen2Config, Qwen3Config}:
         settings["use_sliding_window"] = spec.sliding_window > 0
+    if kind is Gemma3TextConfig:
+        settings["query_pre_attn_scalar"] = spec.query_pre_attn_scalar or spec.head_dim
     rope = mapping_of(spec.rope(0))
-    if kind is Olmo3Config:
+    if kind in {Olmo3Config, Gemma3TextConfig}:
         rope = {kind: mapping_of(spec.rope(layer)) for layer, kind in enumerate(layer_types)}
     return kind(
         vocab_size=spec.vocab_size,
@@ -93,7 +102,7 @@ def hugging_face_config(spec, kind=None, **settings):
 
 
 def hugging_face_model(spec, attention="sdpa"):
-    # an OLMo has a padding token, whose embedding gets no gradient there
+    # an OLMo and a Gemma have a padding token, whose embedding gets no gradient there
     return class_of(spec)[1](hugging_face_config(spec, attn_implementation=attention, pad_token_id=None)).eval()
 
 
@@ -109,7 +118,11 @@ def model_with_large_weights(spec):
 
 def renamed(model):
     kind = model.spec.model_type
-    return {hugging_face_name(name, kind): parameter.detach() for name, parameter in model.named_parameters()}
+    less_one = names_less_one(model.spec)
+    return {
+        hugging_face_name(name, kind): parameter.detach() - float(name in less_one)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def load(theirs, ours):

@@ -103,7 +103,18 @@ OLMO3 = ModelType(
     sometimes=frozenset({"sliding_window", "windowed_layers", "windowed_rope_theta"}),
     names=OLMO2.names,
 )
-MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3)
+GEMMA3_TEXT = ModelType(
+    "gemma3_text",
+    always={"norms": "both", "qk_norm": True, "activation": "gelu_tanh", "scaled_embedding": True},
+    sometimes=OLMO3.sometimes | {"query_pre_attn_scalar"},
+    names={
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+    norms_less_one=True,
+)
+MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA3_TEXT)
 
 
 def nearest_type(traits: Mapping[str, Any]) -> ModelType:

@@ -6,7 +6,7 @@
 from typing import Any
 
 from llama_core.config.model_spec import ModelSpec
-from llama_core.config.rope import Llama3Scaling, YarnScaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import ConfigError, did_you_mean
 
 __all__ = ["LONGEST_DEFAULT", "ModelSpec", "model_names", "model_spec"]
@@ -29,6 +29,17 @@ def _olmo3(num_layers: int) -> Any:
         "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 4 != 3),
         "windowed_rope_theta": 5e5,
         "rope_scaling": YarnScaling(8.0, 8192),
+    }
+
+
+def _gemma3(num_layers: int, window: int, **traits: Any) -> Any:
+    """Return the traits of a Gemma 3: a window in all layers but every sixth, which alone are scaled if any are."""
+    return traits | {
+        **{"norms": "both", "qk_norm": True, "activation": "gelu_tanh", "scaled_embedding": True},
+        "tied_embeddings": True,
+        "sliding_window": window,
+        "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 6 != 5),
+        "windowed_rope_theta": 1e4,
     }
 
 
@@ -77,6 +88,12 @@ _VARIANTS = (
     # as in src/scripts/official/OLMo3 of the latter; the vocabulary is not padded in the files that AI2 publishes
     ModelSpec("olmo3_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_278, 5e5, 1e-6,  65536,  8192, **_olmo3(32)),
     ModelSpec("olmo3_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_278, 5e5, 1e-6,  65536,  8192, **_olmo3(64)),
+    # as in convert_gemma3_weights.py of transformers; the larger ones have 64 rows more, for images
+    ModelSpec("gemma3_270m",           "gemma",        640,  18,   4,   1, 256,  2048, 262_144, 1e6, 1e-6,  32768,  8192, **_gemma3(18, 512)),
+    ModelSpec("gemma3_1b",             "gemma",       1152,  26,   4,   1, 256,  6912, 262_144, 1e6, 1e-6,  32768,  8192, **_gemma3(26, 512)),
+    ModelSpec("gemma3_4b",             "gemma",       2560,  34,   8,   4, 256, 10240, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(34, 1024, rope_scaling=LinearScaling(8.0))),
+    ModelSpec("gemma3_12b",            "gemma",       3840,  48,  16,   8, 256, 15360, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(48, 1024, rope_scaling=LinearScaling(8.0))),
+    ModelSpec("gemma3_27b",            "gemma",       5376,  62,  32,  16, 128, 21504, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(62, 1024, rope_scaling=LinearScaling(8.0), query_pre_attn_scalar=168)),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

@@ -383,6 +383,30 @@ TWO_SCALINGS = {"rope_parameters": {FULL: YARN}, "rope_scaling": YARN | {"factor
             {"model_type": "olmo3", "layer_types": [FULL, WINDOWED]} | TWO_SCALINGS,
             ["rope_scaling contradicts rope_parameters; keep the right one"],
         ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            ["attn_logit_softcapping=50.0: only a Gemma 3 w"],
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True, "hidden_activation": "gelu"},
+            [
+                'hidden_activation="gelu": the feed-forward of Gemma 3 is GeGLU, with gelu_pytorch_tanh',
+                "use_bidirectional_attention=true: only a Gemma 3 that attends to earlier tokens alone can be trained",
+            ],
+        ),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_local_base_freq": 1e3,
+                "rope_parameters": {WINDOWED: {"rope_type": "default", "rope_theta": 1e4}},
+                "layer_types": [WINDOWED, FULL],
+            },
+            ["rope_parameters.sliding_attention.rope_theta=10000 contradicts rope_local_base_freq=1000; keep"],
+        ),
+        (
+            {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+            ['model_type="gemma3" is a gemma3_text with more beside it, such as images; save the text model alone'],
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers: only mixtures with experts in every"]),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step=2: only mixtures with experts"]),
         (
@@ -410,12 +434,27 @@ def test_what_a_relative_cannot_be_is_refused_in_one_line(folder, keys, found):
         ({"model_type": "qwen3_moe", "sliding_window": 64, "use_sliding_window": True}, [64, 64]),
         ({"model_type": "olmo3", "sliding_window": 64, "layer_types": [FULL, WINDOWED]}, [0, 64]),
         ({"model_type": "olmo3", "num_hidden_layers": 5}, [4096, 4096, 4096, 0, 4096]),
+        ({"model_type": "gemma3_text", "num_hidden_layers": 7}, [4096] * 5 + [0, 4096]),
+        ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}, [64, 0]),
     ],
     ids=str,
 )
 def test_each_type_says_in_its_own_way_which_layers_have_a_window(folder, keys, windows):
     spec = read_folder(str(folder(architectures=None, num_key_value_heads=2, **keys)))
     assert [spec.window(layer) for layer in range(spec.num_layers)] == windows
+
+
+def test_a_gemma_3_in_the_spelling_of_transformers_4_is_scaled_in_layers_without_a_window(folder):
+    # the keys of gemma-3-4b's text_config and of its class's defaults
+    keys = {
+        "rope_theta": 1_000_000,
+        "rope_local_base_freq": 10_000,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    given = keys | {"model_type": "gemma3_text", "sliding_window_pattern": 2, "hidden_activation": "gelu_pytorch_tanh"}
+    spec = read_folder(str(folder(architectures=None, num_key_value_heads=2, **given)))
+    variant = model_spec("gemma3_4b").with_few_layers(2)
+    assert [spec.rope(layer)[1:] for layer in range(2)] == [variant.rope(layer)[1:] for layer in range(2)]
 
 
 def test_an_olmo_3_in_the_spelling_of_transformers_4_is_scaled_in_layers_without_a_window(folder):

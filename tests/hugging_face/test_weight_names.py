@@ -17,6 +17,7 @@ from hugging_face_models import (
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -51,6 +52,7 @@ def test_logits_match_transformers_for_the_same_weights(name, attention):
         torch.testing.assert_close(logits, theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+GEMMA3 = shrunk("gemma3_27b")
 OLMO3 = replace(shrunk("olmo3_32b"), num_layers=4, windowed_layers=(0, 1, 2))
 RELATIVES = {
     "Mistral": shrunk("mistral_7b"),
@@ -63,6 +65,12 @@ RELATIVES = {
     "OLMo 3, all layers scaled": replace(OLMO3, windowed_rope_theta=0.0),
     "OLMo 3, no layer scaled": replace(OLMO3, rope_scaling=None, windowed_rope_theta=0.0),
     "OLMo 3, windows in all layers": replace(OLMO3, windowed_layers=(), windowed_rope_theta=0.0),
+    "Gemma 3": GEMMA3,
+    "Gemma 3, nothing scaled": replace(GEMMA3, rope_scaling=None, query_pre_attn_scalar=0),
+    "Gemma 3, another base in windows": replace(GEMMA3, windowed_rope_theta=1e3, tied_embeddings=False),
+    "Gemma 3, windows in all layers": replace(
+        GEMMA3, windowed_layers=(), windowed_rope_theta=0.0, rope_scaling=None, rope_theta=1e4
+    ),
     "Qwen2, wide heads": replace(shrunk("qwen2_5_7b"), head_dim=32),
 }
 
@@ -176,7 +184,9 @@ def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transform
     assert getattr(read.rope_scaling, "amplitude", 1.0) == pytest.approx(theirs.attention_scaling)
 
 
-@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config])
+@pytest.mark.parametrize(
+    "kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config, Gemma3TextConfig]
+)
 def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {
         "vocab_size": 96,
@@ -193,7 +203,8 @@ def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama2_7b", "llama3_405b", "tiny_llama3_50m", "mistral_7b", "qwen3_8b", "olmo2_32b", "olmo3_7b"]
+    "name",
+    ["llama2_7b", "llama3_405b", "tiny_llama3_50m", "mistral_7b", "qwen3_8b", "olmo2_32b", "olmo3_7b", "gemma3_27b"],
 )
 def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(name):
     spec = shrunk(name)

@@ -7,6 +7,7 @@ from same_logits import TOKENS
 from test_stored_weights import filled, save_run
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -46,6 +47,9 @@ RELATIVES = {
     "qwen3": Qwen3Config(**SIZES, **WINDOW, **LAYERS, rope_parameters=YARN),
     "olmo2": Olmo2Config(**SIZES, rope_parameters=YARN),
     "olmo3": Olmo3Config(**SIZES, **WINDOW, layer_types=OF_LAYERS, rope_parameters=ROPES),
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES, **WINDOW, layer_types=OF_LAYERS, rope_parameters=ROPES, query_pre_attn_scalar=20, pad_token_id=None
+    ),
     "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, use_sliding_window=True),
     "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, norm_topk_prob=True),
@@ -104,7 +108,30 @@ def test_a_run_without_the_folder_has_the_same_model(kind, tmp_path):
     assert RunConfig.load(tmp_path / "run.yaml").spec == request.spec
 
 
-@pytest.mark.parametrize(("relative", "method"), [("qwen2", "lora"), ("qwen2", "dora"), ("olmo3", "lora")])
+@pytest.mark.parametrize("strategy", ["standard", "lora"])
+def test_weights_of_norms_that_are_stored_less_one_come_back_bit_for_bit(strategy, tmp_path):
+    """In bf16: zero, and from 2^-16 to 2^6 in size."""
+    model = AutoModelForCausalLM.from_config(RELATIVES["gemma3_text"]).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                sizes = torch.rand(len(parameter), generator=generator) * 22 - 16
+                signs = torch.randint(-1, 2, sizes.shape, generator=generator)
+                parameter.copy_(signs * 2**sizes)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    settings = {"model": str(tmp_path / "theirs"), "training": {"init_from": str(tmp_path / "theirs")}}
+    config = RunConfig.from_mapping(settings | {"strategy": strategy, "launch": {"device": "cpu"}})
+    run = trained(config, tmp_path / "run", tmp_path / "theirs")
+    out = export_run(run, tmp_path / "out", dtype="bf16", merged=strategy == "lora")
+    found = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    for name, weight in model.state_dict().items():
+        assert found[name].equal(weight), name
+
+
+@pytest.mark.parametrize(
+    ("relative", "method"), [("qwen2", "lora"), ("qwen2", "dora"), ("olmo3", "lora"), ("gemma3_text", "lora")]
+)
 def test_adapters_of_a_relative_are_merged_to_the_same_logits(relative, method, tmp_path):
     kind = RELATIVES[relative]
     saved(kind, tmp_path / "theirs")

@@ -159,6 +159,12 @@ def _read_config(file: Path) -> LlamaJson:
     stated = _read_json(file)
     given = {key: value for key, value in stated.items() if value not in (None, {}) or key == "sliding_window"}
     model_type = str(given.get("model_type", "llama"))
+    text = given.get("text_config")
+    if model_type not in FAMILIES and isinstance(text, dict) and text.get("model_type") in FAMILIES:
+        raise ConfigError(
+            f'{file}: model_type="{model_type}" is a {text["model_type"]} with more beside it, such as images; save '
+            "the text model alone as docs/models.md says, and give its folder"
+        )
     family = FAMILIES.get(model_type, LlamaJson)
     try:
         return family.model_validate(given)
