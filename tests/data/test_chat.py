@@ -151,6 +151,17 @@ def test_chatml_has_the_published_format():
     assert chat.template.end_of_turn == "<|im_end|>"
 
 
+def test_gemma_has_the_published_format():
+    """The example of ai.google.dev/gemma/docs/core/prompt-structure, with a system prompt and BOS."""
+    messages = [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]
+    chat = chat_of("gemma")
+    asked = "<s><start_of_turn>user\nBe brief.\n\n2 + 2?<end_of_turn>\n<start_of_turn>model\n"
+    assert chat.template.render(messages[:2], add_generation_prompt=True) == asked
+    assert chat.document(messages, "").text == f"{asked}4<end_of_turn>\n<start_of_turn>user\nSure?<end_of_turn>\n"
+    assert counted(chat, messages) == "4<end_of_turn>"
+    assert chat.template.end_of_turn == "<end_of_turn>"
+
+
 @given(messages=conversations())
 def test_the_tokens_match_transformers(pair, messages):
     tokenizer, chat, reference = pair

@@ -104,11 +104,37 @@ MISTRAL = """
 Source: tokenizer V1 in docs.mistral.ai/cookbook/concept-deep-dive-tokenization-templates.
 """
 
+GEMMA = """
+{%- set system, turns = '', messages -%}
+{%- if messages[0].role == 'system' -%}
+    {%- set system = messages[0].content ~ '\\n\\n' -%}
+    {%- set turns = messages[1:] -%}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in turns -%}
+    {%- if message.role != ('user', 'assistant')[loop.index0 % 2] -%}
+        {{- raise_exception("after an optional system prompt, user and assistant take turns") -}}
+    {%- elif message.role == 'user' -%}
+        {{- '<start_of_turn>user\\n' ~ (system if loop.first else '') ~ message.content.strip() -}}
+    {%- else -%}
+        {{- '<start_of_turn>model\\n' -}}
+        {%- generation -%}{{- message.content.strip() ~ '<end_of_turn>' -}}{%- endgeneration -%}
+    {%- endif -%}
+    {{- '\\n' if message.role == 'assistant' else '<end_of_turn>\\n' -}}
+{%- endfor -%}
+{{- '<start_of_turn>model\\n' if add_generation_prompt -}}
+"""
+"""Google's format of Gemma's instruct models, whose system prompt begins the first turn.
+
+Source: ai.google.dev/gemma/docs/core/prompt-structure.
+"""
+
 BUILT_IN = {
     "llama2": TemplateSource(LLAMA2, "Llama 2's format"),
     "llama3": TemplateSource(LLAMA3, "Llama 3's format"),
     "mistral": TemplateSource(MISTRAL, "Mistral's format"),
     "chatml": TemplateSource(CHATML, "ChatML"),
+    "gemma": TemplateSource(GEMMA, "Gemma's format"),
 }
 """The published formats, by their names in ``data.chat_template``."""
 OF_FAMILY: Mapping[Family, str] = {
@@ -118,11 +144,13 @@ OF_FAMILY: Mapping[Family, str] = {
     "llama3": "llama3",
     "mistral": "mistral",
     "qwen": "chatml",
+    "gemma": "gemma",
 }
 """The published format of each known family."""
 MARKERS = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
 }
 """The special tokens that a published format spells out, by its name."""
 
