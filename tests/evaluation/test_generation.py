@@ -31,6 +31,7 @@ SPECS = {
     "norms of heads": shrunk("qwen3_0_6b"),
     "norms after, of all heads": shrunk("olmo2_7b"),
     "windows that rotate otherwise": shrunk("olmo3_7b"),
+    "scaled embedding and queries, GeGLU": replace(shrunk("gemma3_27b"), tied_embeddings=False),
     "untied, linear": replace(shrunk("code_llama_34b"), rope_scaling=LinearScaling(4.0)),
 }
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
