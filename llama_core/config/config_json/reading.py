@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from llama_core.config.config_json.families import FAMILIES, LlamaJson
+from llama_core.config.config_json.families import FAMILIES
+from llama_core.config.config_json.llama import LlamaJson
 from llama_core.config.config_json.rope import ROPE_TYPES, UNKNOWN_ROPE_TYPE, Rope, rope_type
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_names
 from llama_core.errors import ConfigError, as_clause, why_unreadable

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from llama_core.config.config_json.families import FAMILIES, LlamaJson
+from llama_core.config.config_json.families import FAMILIES
+from llama_core.config.config_json.llama import LlamaJson
 from llama_core.config.config_json.rope import rope_keys
 from llama_core.config.model_types import stated_by_none
 from llama_core.config.models import ModelSpec
