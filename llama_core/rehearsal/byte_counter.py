@@ -17,6 +17,7 @@ import torch
 import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -423,4 +424,6 @@ class ByteCounter(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """Return the tensors that have memory of their own: a result that nobody has waited for yet only wraps one."""
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [tensor for tensor in leaves if not isinstance(tensor, AsyncCollectiveTensor)]

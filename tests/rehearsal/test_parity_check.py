@@ -42,6 +42,14 @@ def test_a_small_copy_matches_one_process_and_the_rehearsed_bytes(plan):
     assert not replace(result, measured_bytes=(2 * result.rehearsed_bytes[0],) * plan.pp).agrees
 
 
+def test_a_small_copy_of_a_relative_matches_one_process_and_the_rehearsed_bytes():
+    """Its norms are after attention and feed-forward: they take results of collectives that nobody has waited for."""
+    result = check_parity(
+        RunConfig.from_mapping({"model": "olmo3_7b"}), ParallelPlan(tp=2, pp=2, sequence_parallel=False)
+    )
+    assert result.agrees, result.summary()
+
+
 def test_a_small_copy_has_the_configured_traits_and_needs_no_recorded_folder():
     traits = {"rope_theta": 2e4, "rope_scaling": {"factor": 2.0}, "tied_embeddings": True}
     asked = RunConfig.from_mapping({"model": "llama2_7b", "architecture": traits})
