@@ -21,7 +21,7 @@ class ProcessMemory:
     allocated: libraries, Python's objects, threads."""
     kernel_bytes: int = 258_376
     """What oneDNN, or torch beside it, keeps of a kernel in half precision. They keep one for each size of product."""
-    freed_share: float = 0.19
+    freed_share: float = 0.25
     """Freed memory that the C library keeps, over the bytes of what comes and goes in a step."""
 
 
