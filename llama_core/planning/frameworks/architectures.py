@@ -139,6 +139,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         spec.ffn_size,
         spec.vocab_size,
         tied=spec.tied_embeddings,
+        num_norms=2 * (spec.norms_before + spec.norms_after),
         norms_queries=spec.qk_norm,
         qk_norm_width=spec.qk_norm_width,
     )
