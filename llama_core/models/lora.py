@@ -65,7 +65,8 @@ class AdaptedEmbedding(TokenEmbedding):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         """Return [B, S, D] in ``out_dtype``."""
-        inner = self.look_up(tokens_BS, self.lora_A.weight.t()).to(self.out_dtype)
+        # a rank's own part is transposed, since no view of a DTensor can be made in inference mode
+        inner = self.look_up(tokens_BS, local_part(self.lora_A.weight).t()).to(self.out_dtype)
         # a rank multiplies only its own tokens by B, so the gradient of B is a partial sum
         whole = local_part(self.lora_B.weight, Partial())
         return add_product(super().forward(tokens_BS), inner * self.scale, whole)
