@@ -6,6 +6,7 @@
 from typing import Any
 
 from llama_core.config.model_spec import ModelSpec
+from llama_core.config.model_types import GEMMA3_TEXT, OLMO2, OLMO3
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import ConfigError, did_you_mean
 
@@ -18,13 +19,11 @@ LONGEST_DEFAULT = 8192
 _SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)
 _SCALED_32 = Llama3Scaling(factor=32.0, original_context=8192)
 
-# What OLMo 2 and OLMo 3 share.
-_OLMO: Any = {"norms": "post", "qk_norm": True, "qk_norm_width": "all"}
-
 
 def _olmo3(num_layers: int) -> Any:
     """Return the traits of an OLMo 3: a window in all layers but every fourth, which alone are scaled."""
-    return _OLMO | {
+    return {
+        **OLMO3.always,
         "sliding_window": 4096,
         "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 4 != 3),
         "windowed_rope_theta": 5e5,
@@ -35,7 +34,7 @@ def _olmo3(num_layers: int) -> Any:
 def _gemma3(num_layers: int, window: int, **traits: Any) -> Any:
     """Return the traits of a Gemma 3: a window in all layers but every sixth, which alone are scaled if any are."""
     return traits | {
-        **{"norms": "both", "qk_norm": True, "activation": "gelu_tanh", "scaled_embedding": True},
+        **GEMMA3_TEXT.always,
         "tied_embeddings": True,
         "sliding_window": window,
         "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 6 != 5),
@@ -81,10 +80,10 @@ _VARIANTS = (
     ModelSpec("qwen3_32b",             "qwen",        5120,  64,  64,   8, 128, 25600, 151_936, 1e6, 1e-6,  40960,  8192, qk_norm=True),
     # as in configs/official-1124 of github.com/allenai/OLMo (7b, 13b) and, in github.com/allenai/OLMo-core,
     # TransformerConfig.olmo2_1B_v2 and olmo2_32B; the vocabulary is padded from 100,278 tokens
-    ModelSpec("olmo2_1b",              "llama",       2048,  16,  16,  16, 128,  8192, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
-    ModelSpec("olmo2_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
-    ModelSpec("olmo2_13b",             "llama",       5120,  40,  40,  40, 128, 13824, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
-    ModelSpec("olmo2_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_352, 5e5, 1e-6,   4096,  4096, **_OLMO),
+    ModelSpec("olmo2_1b",              "llama",       2048,  16,  16,  16, 128,  8192, 100_352, 5e5, 1e-6,   4096,  4096, **OLMO2.always),
+    ModelSpec("olmo2_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_352, 5e5, 1e-6,   4096,  4096, **OLMO2.always),
+    ModelSpec("olmo2_13b",             "llama",       5120,  40,  40,  40, 128, 13824, 100_352, 5e5, 1e-6,   4096,  4096, **OLMO2.always),
+    ModelSpec("olmo2_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_352, 5e5, 1e-6,   4096,  4096, **OLMO2.always),
     # as in src/scripts/official/OLMo3 of the latter; the vocabulary is not padded in the files that AI2 publishes
     ModelSpec("olmo3_7b",              "llama",       4096,  32,  32,  32, 128, 11008, 100_278, 5e5, 1e-6,  65536,  8192, **_olmo3(32)),
     ModelSpec("olmo3_32b",             "llama",       5120,  64,  40,   8, 128, 27648, 100_278, 5e5, 1e-6,  65536,  8192, **_olmo3(64)),
