@@ -20,10 +20,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from llama_core.config.model_types import Layout
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_spec
-from llama_core.hugging_face.weight_names import names_less_one
+from llama_core.hugging_face.weight_names import hugging_face_names, is_per_expert, other_layouts
 from llama_core.models.llama import Llama
+from llama_core.training.stored_weights import weight_in
 
 
 def shrunk(name):
@@ -116,13 +118,26 @@ def model_with_large_weights(spec):
     return model
 
 
+@torch.no_grad()
 def renamed(model):
-    kind = model.spec.model_type
-    less_one = names_less_one(model.spec)
-    return {
-        hugging_face_name(name, kind): parameter.detach() - float(name in less_one)
-        for name, parameter in model.named_parameters()
-    }
+    """Return the tensors that Hugging Face stores for a model, by its names."""
+    spec = model.spec
+    layouts = other_layouts(spec)
+    stored = {}
+    for name, parameter in model.named_parameters():
+        layout = layouts.get(name, Layout())
+        for expert, theirs in enumerate(hugging_face_names(name, spec)):
+            weight = parameter[expert] if is_per_expert(name, spec) else parameter
+            if theirs not in stored:
+                stored[theirs] = torch.empty(layout.stored_shape(tuple(weight.shape)), dtype=weight.dtype)
+            weight_in(stored[theirs], layout).copy_(weight - float(layout.less_one))
+    return stored
+
+
+def gradient_of(theirs, name, spec):
+    """Return the gradient of our parameter in a transformers model, as we lay it out."""
+    stored = theirs.get_parameter(hugging_face_name(name, spec.model_type)).grad
+    return weight_in(stored, other_layouts(spec).get(name, Layout()))
 
 
 def load(theirs, ours):

@@ -7,7 +7,7 @@ so a new field of ``ModelSpec`` belongs into one of these tables.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 STATED_BY_ALL = frozenset(
     {
@@ -40,6 +40,27 @@ NO_TRAITS: Mapping[str, str] = {
 """Those that do not change what its weights compute, with what they are instead."""
 
 
+class Layout(NamedTuple):
+    """How files lay out a weight that is not a tensor there as it is one here."""
+
+    transposed: bool = False
+    """Whether columns come before rows."""
+    part: int = 0
+    """Which of the weights that share one tensor it is; each has as many of its columns, or of a bias's numbers."""
+    parts: int = 1
+    """How many weights share the tensor."""
+    in_turns: bool = False
+    """Whether they take its columns in turns, and not one after another."""
+    less_one: bool = False
+    """Whether files hold one less than what is multiplied by."""
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor in files that a weight of some shape is in."""
+        if self.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return (*shape[:-1], shape[-1] * self.parts)
+
+
 @dataclass(frozen=True)
 class ModelType:
     """A type of models in transformers."""
@@ -52,6 +73,8 @@ class ModelType:
     """The traits that some of them have, which their configuration states."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What its files call a weight, by our name in a layer, if not as its row does (``Weight.stored_name``)."""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """How its files lay out a weight, by our name in a layer, if not as we do."""
     norms_less_one: bool = False
     """Whether its files hold the weights of norms less one: transformers multiplies by one more than they say.
 

@@ -7,7 +7,7 @@ are made.
 from fnmatch import fnmatchcase
 
 from llama_core.adapters.registry import ADAPTERS
-from llama_core.config.model_types import LLAMA, ModelType
+from llama_core.config.model_types import LLAMA, Layout, ModelType
 from llama_core.optimizers.traits import LAYERS
 from llama_core.weight_rows import INPUTS, Division, Weight
 
@@ -152,6 +152,13 @@ def hugging_face_name(name: str, model_type: ModelType = LLAMA) -> str:
 def name_in_layer(weight: str, model_type: ModelType) -> str:
     """Return Hugging Face's name within a layer for its weight, such as ``'feed_forward.router.weight'``."""
     return model_type.names.get(weight, _IN_LAYERS[weight].stored_name)
+
+
+def layout_of(name: str, model_type: ModelType) -> Layout:
+    """Return how files of a type lay out the parameter that we call ``name``."""
+    if model_type.norms_less_one and weight_of(name).begins == "ones":
+        return Layout(less_one=True)
+    return model_type.layouts.get(_in_layer(name), Layout())
 
 
 def matrix_name(path: str) -> str:

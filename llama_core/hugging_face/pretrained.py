@@ -12,6 +12,8 @@ from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.hub import folder_of
+from llama_core.hugging_face.mxfp4 import Mxfp4Tensor, join_mxfp4
+from llama_core.hugging_face.nf4 import Nf4Tensor, join_nf4
 from llama_core.hugging_face.peft import (
     ADAPTERS,
     adapter_weights,
@@ -20,8 +22,14 @@ from llama_core.hugging_face.peft import (
     is_adapter_folder,
     peft_name,
 )
-from llama_core.hugging_face.quantised import QuantisedTensor, join_quantised
-from llama_core.hugging_face.weight_files import FLOAT_BYTES, StoredTensor, holds_same_numbers, per_expert, read_tensors
+from llama_core.hugging_face.weight_files import (
+    FLOAT_BYTES,
+    QuantisedTensor,
+    StoredTensor,
+    holds_same_numbers,
+    per_expert,
+    read_tensors,
+)
 from llama_core.hugging_face.weight_names import (
     HEAD,
     check_weights,
@@ -289,8 +297,8 @@ def hugging_face_weights(
 ) -> dict[str, tuple[StoredTensor, ...]]:
     """Return where a Hugging Face folder stores each weight of ``spec``, by our names.
 
-    Experts have a matrix each; other weights are one. If the folder's model has no experts, the result is that of a
-    dense model.
+    Experts have a matrix each, or all of them a tensor; other weights are one. If the folder's model has no experts,
+    the result is that of a dense model.
 
     Args:
         spec: the model.
@@ -307,7 +315,7 @@ def hugging_face_weights(
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
     source_spec = _model_of(folder)
     spec = _as_dense_as(source_spec, spec)
-    tensors = join_quantised(read_tensors(folder, tell))
+    tensors = join_mxfp4(join_nf4(read_tensors(folder, tell)))
     if spec.moe:
         tensors = per_expert(tensors, spec)
     if spec.tied_embeddings and HEAD in tensors:
@@ -317,9 +325,11 @@ def hugging_face_weights(
         source_spec = replace(source_spec, tied_embeddings=spec.tied_embeddings)
     _check_fixed(spec, source_spec, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
-    stored = {
-        name: tuple(tensors[stored] for stored in hugging_face_names(name, spec)) for name in spec.parameter_shapes
-    }
+    stored: dict[str, tuple[StoredTensor, ...]] = {}
+    for name in spec.parameter_shapes:
+        found = tuple(tensors[stored] for stored in hugging_face_names(name, spec))
+        first = found[0]
+        stored[name] = first.matrices if isinstance(first, Mxfp4Tensor) else found
     for tensor in chain.from_iterable(stored.values()):
         if tensor.dtype not in FLOAT_BYTES and not isinstance(tensor, QuantisedTensor):
             raise WeightsError(
@@ -404,7 +414,7 @@ def _moved(spec: ModelSpec, source_spec: ModelSpec | None, source: Path) -> list
 
 def _rounded_again(spec: ModelSpec, stored: Mapping[str, Sequence[StoredTensor]], source: Path) -> list[str]:
     tensors = [tensor for name in sorted(spec.packed & stored.keys()) for tensor in stored[name]]
-    if not any(isinstance(tensor, QuantisedTensor) and tensor.nested is None for tensor in tensors):
+    if not any(isinstance(tensor, Nf4Tensor) and tensor.nested is None for tensor in tensors):
         return []
     return [
         f"{source} has scales in fp32, which lora.base=nf4 rounds to eight bits; quantise it with "

@@ -49,6 +49,11 @@ class StoredTensor:
     """Offset of its first byte in the file."""
 
 
+@dataclass(frozen=True)
+class QuantisedTensor(StoredTensor):
+    """Where the parts of a quantised matrix are stored; ``shape`` is that of the matrix."""
+
+
 def read_tensors(folder: Path, tell: Callable[[str], None] = lambda note: None) -> dict[str, StoredTensor]:
     """Return every tensor of the model in ``folder``. Reads only the headers of its files.
 
@@ -128,8 +133,11 @@ def holds_same_numbers(one: StoredTensor, other: StoredTensor) -> bool:
 def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, StoredTensor]:
     """Return a mixture's tensors with those of all experts cut into the matrices of each, as its files name them.
 
-    transformers 5 stacks them in memory, and in the files too with ``save_original_format=False``.
+    transformers 5 stacks them in memory, and in the files too with ``save_original_format=False``. Of types whose own
+    files stack them, they stay as they are.
     """
+    if "{}" not in name_in_layer("feed_forward.experts.w1.weight", spec.model_type):
+        return dict(tensors)
     cut: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".mlp.")

@@ -1,12 +1,14 @@
 """Hugging Face's Llama and its relatives: their names and shapes for our weights. No torch.
 
-Both sides store the same matrices, in the same rotary layout, so conversion only renames weights. Files of a mixture
-hold the matrices of each expert apart, which are one tensor here; some types' files hold the weights of norms less one.
+Both sides store the same numbers, in the same rotary layout, so conversion only renames weights. Files of most mixtures
+hold the matrices of each expert apart, which are one tensor here. What some types' files lay out otherwise, such as the
+two inner matrices of experts as one, says the ``Layout`` of their row.
 """
 
 from collections.abc import Callable, Mapping
 
-from llama_core.config.model_weights import hugging_face_name, weight_of
+from llama_core.config.model_types import Layout
+from llama_core.config.model_weights import hugging_face_name, layout_of
 from llama_core.config.models import ModelSpec
 from llama_core.errors import WeightsError
 
@@ -14,17 +16,21 @@ HEAD = "lm_head.weight"
 
 
 def hugging_face_names(name: str, spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names of the matrices that Hugging Face stores for our parameter: one, or one for each expert."""
+    """Return the names of the tensors that Hugging Face stores our parameter in: one, or one for each expert."""
     template = hugging_face_name(name, spec.model_type)
-    num_experts = spec.moe.num_experts if spec.moe and "{}" in template else 1
+    num_experts = spec.num_experts if is_per_expert(name, spec) else 1
     return tuple(template.format(expert) for expert in range(num_experts))
 
 
-def names_less_one(spec: ModelSpec) -> frozenset[str]:
-    """Return our names of the weights that Hugging Face stores less one: those of norms, or none; see ``ModelType``."""
-    if not spec.model_type.norms_less_one:
-        return frozenset()
-    return frozenset(name for name in spec.parameter_shapes if weight_of(name).begins == "ones")
+def is_per_expert(name: str, spec: ModelSpec) -> bool:
+    """Return whether Hugging Face stores the part of each expert of our parameter in a tensor of its own."""
+    return "{}" in hugging_face_name(name, spec.model_type)
+
+
+def other_layouts(spec: ModelSpec) -> dict[str, Layout]:
+    """Return how Hugging Face lays out those of our parameters that it does not lay out as we do, by our names."""
+    layouts = {name: layout_of(name, spec.model_type) for name in spec.parameter_shapes}
+    return {name: layout for name, layout in layouts.items() if layout != Layout()}
 
 
 def dense_name(name: str) -> str:
@@ -34,11 +40,12 @@ def dense_name(name: str) -> str:
 
 def hugging_face_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight that Hugging Face stores for a model, by its names."""
-    return {
-        name: shape[1:] if "{}" in hugging_face_name(ours, spec.model_type) else shape
-        for ours, shape in spec.parameter_shapes.items()
-        for name in hugging_face_names(ours, spec)
-    }
+    shapes = {}
+    for ours, shape in spec.parameter_shapes.items():
+        stored = layout_of(ours, spec.model_type).stored_shape(shape)
+        for name in hugging_face_names(ours, spec):
+            shapes[name] = stored[1:] if is_per_expert(ours, spec) else stored
+    return shapes
 
 
 def check_weights(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, source: str) -> None:

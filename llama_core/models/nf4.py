@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from llama_core.config.nf4 import BLOCK, BLOCK_BYTES, GROUP, num_scales, packed_bytes
 from llama_core.errors import WeightsError
-from llama_core.hugging_face.quantised import QuantisedTensor
+from llama_core.hugging_face.nf4 import Nf4Tensor
 from llama_core.hugging_face.weight_files import StoredTensor
 from llama_core.models.layers import Linear, local_part, multiply_own_part
 from llama_core.planning.program.nf4 import UNPACKED_AT_ONCE
@@ -166,7 +166,7 @@ def rounded(matrix_OI: Tensor) -> Tensor:
     return unpack_whole(pack(matrix_OI), matrix_OI.dtype)
 
 
-def stored_codes(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> Packed | None:
+def stored_codes(stored: Nf4Tensor, view: Callable[[StoredTensor], Tensor]) -> Packed | None:
     """Return a matrix with the codes that bitsandbytes gave it; None without double quantisation, which these need.
 
     Args:
@@ -187,7 +187,7 @@ def stored_codes(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]
     return Packed(blocks.view(rows, packed_bytes(columns)), scales_G)
 
 
-def stored_numbers(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> Tensor:
+def stored_numbers(stored: Nf4Tensor, view: Callable[[StoredTensor], Tensor]) -> Tensor:
     """Return the numbers of a matrix that bitsandbytes has quantised, in fp32; see ``stored_codes``."""
     _check_levels(stored, view)
     scales_N = view(stored.scales)
@@ -197,7 +197,7 @@ def stored_numbers(stored: QuantisedTensor, view: Callable[[StoredTensor], Tenso
     return _numbers(view(stored.codes).view(-1, BLOCK // 2), scales_N).view(stored.shape)
 
 
-def _check_levels(stored: QuantisedTensor, view: Callable[[StoredTensor], Tensor]) -> None:
+def _check_levels(stored: Nf4Tensor, view: Callable[[StoredTensor], Tensor]) -> None:
     expected: dict[StoredTensor, tuple[float, ...]] = {stored.levels: LEVELS}
     if stored.nested is not None:
         expected[stored.nested.levels] = SCALE_LEVELS

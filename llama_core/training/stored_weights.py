@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -22,10 +23,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from llama_core.config.model_types import Layout
 from llama_core.config.model_weights import adapter_weight, matrix_name, weight_of
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING, LoRA
 from llama_core.errors import CheckpointError, WeightsError
+from llama_core.hugging_face.mxfp4 import Mxfp4Tensor
+from llama_core.hugging_face.nf4 import Nf4Tensor
 from llama_core.hugging_face.peft import ADAPTERS, adapter_weights, peft_name
 from llama_core.hugging_face.pretrained import (
     Origin,
@@ -37,10 +41,15 @@ from llama_core.hugging_face.pretrained import (
     resolve_intact,
     stored_model,
 )
-from llama_core.hugging_face.quantised import QuantisedTensor
 from llama_core.hugging_face.weight_files import INDEX, WHOLE, StoredTensor, new_header
-from llama_core.hugging_face.weight_names import dense_name, hugging_face_names, hugging_face_shapes, names_less_one
-from llama_core.models import nf4, pissa
+from llama_core.hugging_face.weight_names import (
+    dense_name,
+    hugging_face_names,
+    hugging_face_shapes,
+    is_per_expert,
+    other_layouts,
+)
+from llama_core.models import mxfp4, nf4, pissa
 from llama_core.models.adapters import method_of
 from llama_core.models.layers import local_part
 from llama_core.models.llama import (
@@ -190,7 +199,7 @@ def _base(spec: ModelSpec, origin: Origin) -> _Source:
         return _Drawn(spec, origin.drawn_by.training.seed if origin.drawn_by else 0)
     if is_checkpoint(origin.base):
         return _saved(origin.base)
-    return _Folder(hugging_face_weights(spec, origin.base), names_less_one(spec))
+    return _Folder(hugging_face_weights(spec, origin.base), other_layouts(spec))
 
 
 def _adapters(spec: ModelSpec, source: Path) -> _Source:
@@ -263,34 +272,46 @@ class _Drawn:
 
 
 class _AsHuggingFaceStores:
-    """Reads what Hugging Face stores, by its names: the matrices of each expert, which are parts of one tensor here."""
+    """Reads what Hugging Face stores, by its names: matrices of each expert, or several of our weights as one."""
 
     def __init__(self, source: _Source, spec: ModelSpec) -> None:
         self._source = source
         self._shapes = spec.parameter_shapes
-        self._places = {
-            stored: (name, expert)
-            for name in self._shapes
-            for expert, stored in enumerate(hugging_face_names(name, spec))
-        }
-        self._less_one = names_less_one(spec)
+        self._per_expert = frozenset(name for name in self._shapes if is_per_expert(name, spec))
+        self._layouts = other_layouts(spec)
+        self._places: dict[str, list[tuple[str, int]]] = {}
+        for name in self._shapes:
+            for expert, stored in enumerate(hugging_face_names(name, spec)):
+                self._places.setdefault(stored, []).append((name, expert))
         self._held = torch.empty(0)
         self._name = ""
 
     def read(self, name: str, into: Tensor) -> None:
-        ours, expert = self._places[name]
-        if ours in self._less_one:
-            # in fp32, since rounding to a narrower dtype would lose what is left of a weight near one
-            into.copy_(_read(self._source, ours, into.shape) - 1.0)
-            return
-        if dense_name(ours) == ours:
-            self._source.read(ours, into)
-            return
-        if ours != self._name:  # the matrices of all experts follow each other
-            self._held = torch.empty(self._shapes[ours])
-            self._name = ours
-            self._source.read(ours, self._held)
-        into.copy_(self._held[expert])
+        for ours, expert in self._places[name]:
+            layout = self._layouts.get(ours)
+            if layout is not None:
+                # in fp32, since rounding to a narrower dtype would lose what is left of a weight near one
+                numbers = _read(self._source, ours, self._shapes[ours])
+                weight_in(into, layout).copy_(numbers - 1.0 if layout.less_one else numbers)
+            elif ours in self._per_expert:
+                into.copy_(self._all_experts(ours)[expert])
+            else:
+                self._source.read(ours, into)
+
+    def _all_experts(self, name: str) -> Tensor:
+        if name != self._name:  # the matrices of all experts follow each other
+            self._held = _read(self._source, name, self._shapes[name])
+            self._name = name
+        return self._held
+
+
+def weight_in(stored: Tensor, layout: Layout) -> Tensor:
+    """Return the view of one of our weights in a tensor that is laid out as in files."""
+    if layout.in_turns:
+        stored = stored[..., layout.part :: layout.parts]
+    else:
+        stored = stored.chunk(layout.parts, dim=-1)[layout.part]
+    return stored.mT if layout.transposed else stored
 
 
 @dataclass(frozen=True)
@@ -375,36 +396,43 @@ class _Folder:
 
     Args:
         stored: where each weight is, by our names.
-        less_one: the weights that the files hold less one.
+        layouts: how the files lay out those that they do not lay out as we do, likewise.
     """
 
-    def __init__(self, stored: Mapping[str, Sequence[StoredTensor]], less_one: Collection[str] = ()) -> None:
+    def __init__(
+        self, stored: Mapping[str, Sequence[StoredTensor]], layouts: Mapping[str, Layout] = MappingProxyType({})
+    ) -> None:
         self._stored = stored
-        self._less_one = less_one
+        self._layouts = layouts
         self._mapped: dict[Path, Tensor] = {}
 
     def read(self, name: str, into: Tensor) -> None:
         stored = self._stored[name]
-        if name in self._less_one:
+        layout = self._layouts.get(name, Layout())
+        if layout.less_one:
             wide = torch.promote_types(into.dtype, torch.float32)
             _copy_part(self._view(stored[0]).to(wide) + 1.0, into)
             return
-        if into.ndim == len(stored[0].shape):
-            _copy_part(self._view(stored[0]), into)
+        is_of_one_expert = len(stored[0].shape) < into.ndim
+        begins, into = _held(into)
+        if not is_of_one_expert:
+            _copy(_cut(weight_in(self._view(stored[0]), layout), begins, into.shape), into)
             return
-        (first, *begins), into = _held(into)
+        first, *inner = begins
         for expert, matrix in enumerate(into, start=first):
-            _copy(_cut(self._view(stored[expert]), begins, matrix.shape), matrix)
+            _copy(_cut(weight_in(self._view(stored[expert]), layout), inner, matrix.shape), matrix)
 
     def stored_codes(self, name: str) -> nf4.Packed | None:
         """Return a matrix that is stored in NF4; None of one that is not, or whose scales are not codes."""
         (stored,) = self._stored[name]
-        return nf4.stored_codes(stored, self._view) if isinstance(stored, QuantisedTensor) else None
+        return nf4.stored_codes(stored, self._view) if isinstance(stored, Nf4Tensor) else None
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """Return a view of a tensor in its mapped file, where an aligned one is not read yet; or a dequantised one."""
-        if isinstance(stored, QuantisedTensor):
+        if isinstance(stored, Nf4Tensor):
             return nf4.stored_numbers(stored, self._view)
+        if isinstance(stored, Mxfp4Tensor):
+            return mxfp4.stored_numbers(stored, self._view)
         if stored.file not in self._mapped:
             self._mapped[stored.file] = _map(stored.file)
         dtype = _DTYPES[stored.dtype]

@@ -254,7 +254,7 @@ def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-            ['quantization_config: weights in "int8" cannot be read, only those in bitsandbytes\' nf4; give the'],
+            ['quantization_config: weights in "int8" cannot be read, only those in bitsandbytes\' nf4, and experts'],
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hugging_face_models import (
     BY_LAYER,
     class_of,
+    gradient_of,
     hugging_face_config,
     hugging_face_model,
     load,
@@ -34,7 +35,7 @@ from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import WeightsError
-from llama_core.hugging_face.weight_names import check_weights
+from llama_core.hugging_face.weight_names import check_weights, hugging_face_shapes
 from llama_core.models.layers import rope_frequencies
 from llama_core.models.llama import Llama
 
@@ -218,7 +219,7 @@ def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(n
     for each in (logits, alone):
         F.cross_entropy(each[0], tokens[0].roll(-1)).backward()
     for weight, parameter in ours.named_parameters():
-        gradient = theirs.get_parameter(hugging_face_name(weight, spec.model_type)).grad
+        gradient = gradient_of(theirs, weight, spec)
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
 
 
@@ -238,7 +239,7 @@ def test_names_and_shapes_match_transformers(name):
     spec = shrunk(name)
     shapes = shapes_of_transformers(spec)
     check_weights(spec, shapes, source="there")
-    ours = {hugging_face_name(name, spec.model_type): shape for name, shape in spec.parameter_shapes.items()}
+    ours = hugging_face_shapes(spec)
     assert ours.items() <= shapes.items()
     assert ("lm_head.weight" in ours) == (not spec.tied_embeddings)
 

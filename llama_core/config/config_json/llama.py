@@ -16,16 +16,16 @@ Context = Annotated[int, Field(ge=2)]
 """``max_position_embeddings``, in tokens."""
 
 
-def _only_nf4(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse quantised weights of another kind than those that ``hugging_face.quantised`` reads."""
+def _only_read(given: dict[str, Any]) -> dict[str, Any]:
+    """Refuse quantised weights of another kind than those that ``hugging_face.nf4`` and ``mxfp4`` read."""
     kind = given.get("quant_method", "an unnamed format")
     if kind == "bitsandbytes":
         # without bnb_4bit_quant_type, transformers takes fp4
         kind = "int8" if given.get("load_in_8bit") else given.get("bnb_4bit_quant_type", "fp4")
-    if kind != "nf4":
+    if kind not in {"nf4", "mxfp4"}:
         raise ConfigError(
-            f"quantization_config: weights in {json.dumps(kind)} cannot be read, only those in bitsandbytes' nf4; "
-            "give the folder of the unquantised model"
+            f"quantization_config: weights in {json.dumps(kind)} cannot be read, only those in bitsandbytes' nf4, and "
+            "experts in mxfp4; give the folder of the unquantised model"
         )
     return given
 
@@ -72,7 +72,7 @@ class LlamaJson(BaseModel):
     """Llama attends to all earlier tokens"""
     partial_rotary_factor: One = 1.0
     """Llama rotates the whole of every head"""
-    quantization_config: Annotated[dict[str, Any], AfterValidator(_only_nf4)] | None = None
+    quantization_config: Annotated[dict[str, Any], AfterValidator(_only_read)] | None = None
     """is not a mapping of keys to values"""
 
     @classmethod

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llama_core.config.nf4 import BLOCK, num_groups
 from llama_core.errors import WeightsError, as_clause
-from llama_core.hugging_face.weight_files import ELEMENT_BYTES, StoredTensor
+from llama_core.hugging_face.weight_files import ELEMENT_BYTES, QuantisedTensor, StoredTensor
 from llama_core.records.files import open_file
 
 _NF4 = "NF4"
@@ -44,8 +44,8 @@ class NestedScales:
 
 
 @dataclass(frozen=True)
-class QuantisedTensor(StoredTensor):
-    """Where the parts of a quantised matrix are stored; ``shape`` is that of the matrix."""
+class Nf4Tensor(QuantisedTensor):
+    """Where the parts of a matrix in NF4 are stored."""
 
     codes: StoredTensor
     """Two in a byte, rows first."""
@@ -72,8 +72,8 @@ class _State(BaseModel):
     nested_offset: float | None = None
 
 
-def join_quantised(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of a model, those that store one quantised matrix as one. Reads only headers and its JSON.
+def join_nf4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a model, those that store one matrix in NF4 as one. Reads only headers and its JSON.
 
     Raises:
         WeightsError: if a matrix is incomplete, or quantised in another way.
@@ -100,7 +100,7 @@ def _split(name: str) -> tuple[str, str]:
     return (matrix, part) if part in _TENSORS else (name, "")
 
 
-def _joined(matrix: str, codes: StoredTensor | None, parts: Mapping[str, StoredTensor]) -> QuantisedTensor:
+def _joined(matrix: str, codes: StoredTensor | None, parts: Mapping[str, StoredTensor]) -> Nf4Tensor:
     file = next(iter(parts.values())).file
     if codes is None:
         raise WeightsError(f"{file} holds {', '.join(sorted(parts))} of {matrix}, but not its codes; {_AGAIN}")
@@ -121,7 +121,7 @@ def _joined(matrix: str, codes: StoredTensor | None, parts: Mapping[str, StoredT
     if is_nested:
         assert state.nested_offset is not None
         nested = NestedScales(parts["nested_absmax"], parts["nested_quant_map"], state.nested_offset)
-    return QuantisedTensor(
+    return Nf4Tensor(
         codes.file,
         _NF4,
         state.shape,
