@@ -10,7 +10,7 @@ balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits.
 """
 
 # Shape suffixes: B batch, S sequence, D model dim, E experts, K experts of a token, T tokens (B * S), R routed tokens
-# (T * K: a token counts once for each of its experts), I columns of a matrix, O its rows
+# (T * K: a token counts once for each of its experts), I columns of a matrix, O its rows, L layers with experts
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,6 +26,7 @@ from llama_core.config.strategy import MoE
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import KEPT, FeedForward, Linear, gated, local_part
+from llama_core.records.measurements import OF_LAYER
 
 NUM_SUMS = 3
 """Sums over tokens in the statistics of a layer, behind the tokens of each expert."""
@@ -280,13 +281,18 @@ class Routers:
         layers: the number and module of each layer of this rank's part of the model.
     """
 
-    names = ("balance_loss", "router_z_loss", "router_entropy", "expert_load")
-
     def __init__(self, spec: ModelSpec, moe: MoE, layers: Iterable[tuple[str, nn.Module]]) -> None:
         self._moe = moe
         self._layers = layers
         self._num_layers = spec.num_layers
+        self._sparse = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
         self.num_sums = spec.num_layers * (moe.num_experts + NUM_SUMS)
+
+    @property
+    def names(self) -> list[str]:
+        """What it records: of all layers together, and of each that has experts."""
+        by_layer = [f"{name}{OF_LAYER}{layer}" for name in ("expert_load", "router_entropy") for layer in self._sparse]
+        return ["balance_loss", "router_z_loss", "router_entropy", "expert_load", "unused_experts", *by_layer]
 
     def take_measured(self) -> Tensor | None:
         """Return the statistics of each layer, [num_sums]; of layers that are dense or on other ranks, zeros."""
@@ -303,19 +309,33 @@ class Routers:
         return None if total is None else total.flatten()
 
     def of_step(self, sums: Sequence[float]) -> dict[str, float]:
-        """Return means over all tokens and sparse layers.
+        """Return means over all tokens and sparse layers, and some of each layer.
 
         ``balance_loss`` is 1 if tokens are spread evenly, and the number of experts at worst; it is not multiplied by
         its coefficient. ``router_z_loss`` is the mean square of the log-sum-exp of the logits, ``router_entropy`` the
         entropy of the probabilities, in nats. ``expert_load`` is the number of tokens of a layer's busiest expert over
-        the mean of its experts, in the layer where this is highest.
+        the mean of its experts, in the layer where this is highest. ``unused_experts`` is how many experts of all
+        layers got no token.
         """
-        rows = np.reshape(sums, (self._num_layers, -1))
-        rows = rows[rows[:, 0 : self._moe.num_experts].any(axis=1)]
-        if not len(rows):
+        tokens_LE, sums_LS = self._rows(sums)
+        if not tokens_LE.any():
             return {}
-        tokens_per_expert = rows[:, :-NUM_SUMS]
-        num_tokens = tokens_per_expert.sum() / self._moe.experts_per_token
-        balance, z_loss, entropy = (rows[:, -NUM_SUMS:].sum(0) / num_tokens).tolist()
-        loads = tokens_per_expert.max(1) / tokens_per_expert.mean(1)
-        return dict(zip(self.names, (balance, z_loss, entropy, float(loads.max())), strict=True))
+        tokens_L = tokens_LE.sum(1) / self._moe.experts_per_token
+        balance, z_loss, entropy = (sums_LS.sum(0) / tokens_L.sum()).tolist()
+        loads = (tokens_LE.max(1) / tokens_LE.mean(1)).tolist()
+        entropies = (sums_LS[:, -1] / tokens_L).tolist()
+        of_all = (balance, z_loss, entropy, max(loads), float((tokens_LE == 0).sum()))
+        return dict(zip(self.names, (*of_all, *loads, *entropies), strict=True))
+
+    def expert_shares(self, sums: Sequence[float]) -> dict[str, tuple[float, ...]]:
+        """Return which share of a layer's routed tokens each of its experts got, by the layer's number."""
+        tokens_LE, _ = self._rows(sums)
+        if not tokens_LE.any():
+            return {}
+        shares_LE = tokens_LE / tokens_LE.sum(1, keepdims=True)
+        return {str(layer): tuple(row) for layer, row in zip(self._sparse, shares_LE.tolist(), strict=True)}
+
+    def _rows(self, sums: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each sparse layer, the tokens of its experts, and the sums over its tokens."""
+        rows = np.reshape(sums, (self._num_layers, -1))[self._sparse]
+        return rows[:, :-NUM_SUMS], rows[:, -NUM_SUMS:]

@@ -1,11 +1,14 @@
 """What a model measures of a step or an evaluation beside the loss, summed over all ranks."""
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llama_core.models.llama import Llama
 from llama_core.models.measures import Measures
+from llama_core.models.moe import Routers
 from llama_core.planning.plan import ParallelPlan
 
 
@@ -25,21 +28,32 @@ def measured_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
     return total
 
 
-def measured(model: Llama, total: Tensor | None) -> dict[str, float | None]:
-    """Return what the sums say, by name; None where they say nothing.
+class Measured(NamedTuple):
+    """What the sums of a step or an evaluation say."""
+
+    values: dict[str, float | None]
+    """By name; None where they say nothing."""
+    expert_shares: dict[str, tuple[float, ...]]
+    """Which share of a layer's routed tokens each of its experts got, by the layer's number; empty without experts."""
+
+
+def measured(model: Llama, total: Tensor | None) -> Measured:
+    """Return what the sums say.
 
     Args:
         model: the model, or this rank's part.
         total: the result of ``measured_totals``, in host memory.
     """
     found: dict[str, float | None] = {name: None for measure in model.measures for name in measure.names}
-    if total is None:
-        return found
-    sums: list[float] = total.tolist()
-    for measure in model.measures:
-        found |= measure.of_step(sums[: measure.num_sums])
+    shares: dict[str, tuple[float, ...]] = {}
+    sums: list[float] = [] if total is None else total.tolist()
+    for measure in model.measures if sums else ():
+        own = sums[: measure.num_sums]
+        found |= measure.of_step(own)
+        if isinstance(measure, Routers):
+            shares = measure.expert_shares(own)
         del sums[: measure.num_sums]
-    return found
+    return Measured(found, shares)
 
 
 def _own(measure: Measures, device: torch.device) -> Tensor:

@@ -12,6 +12,8 @@ from llama_core.units import format_bytes, format_count, format_duration
 
 MAX_WAITING = 0.1
 """Share of the time that computing threads wait for a core, above which a measurement is called disturbed."""
+OF_LAYER = "/layer_"
+"""What stands between the name of a metric and the number of the layer that it is of."""
 NAMED_LOSS = "eval_loss/"
 """What the name of a named held-out loss begins with: in TensorBoard, Weights & Biases and a sweep's objective."""
 
@@ -81,6 +83,9 @@ class StepRecord:
     """The same of the held-out rows, whose names begin with ``eval_``; empty if not measured."""
     memory_baseline_bytes: int = 0
     """Memory alive before the model was built, which ``memory_allocated_bytes`` and ``memory_peak_bytes`` contain."""
+    expert_shares: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """Which share of a layer's routed tokens each of its experts got, by the layer's number: of evaluated steps and the
+    last, if the model has experts."""
 
     def __post_init__(self) -> None:
         if taken := sorted(set(self.measured) & _FIELDS_OF_STEPS):

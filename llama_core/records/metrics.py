@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from llama_core.errors import RunDirectoryError, why_unreadable
 from llama_core.records.directory import RunDirectory
@@ -271,14 +271,14 @@ def _joined(tables: Iterable["pa.Table"]) -> "pa.Table":
 def _in_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record as the columns of a table hold it."""
     own = {name: value for name, value in row.items() if name != _MEASURED}
-    return {**own, **row[_MEASURED], "eval_losses": list(row["eval_losses"].items())}
+    return {**own, **row[_MEASURED], **{name: list(row[name].items()) for name in _MAPPINGS}}
 
 
 def _of_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record that is in the columns of a table: the inverse of ``_in_columns``."""
     own = {name: value for name, value in row.items() if name in _COLUMNS}
     measured = {name: value for name, value in row.items() if name not in _COLUMNS}
-    return {**own, "eval_losses": dict(row["eval_losses"] or ()), _MEASURED: measured}
+    return {**own, **{name: dict(row[name] or ()) for name in _MAPPINGS}, _MEASURED: measured}
 
 
 def _names_in(columns: "pa.Schema") -> list[str]:
@@ -298,6 +298,7 @@ def _metrics_schema(measured: Sequence[str] = ()) -> "pa.Schema":
         bool: pa.bool_(),
         str: pa.string(),
         Mapping[str, float]: pa.map_(pa.string(), pa.float64()),
+        Mapping[str, tuple[float, ...]]: pa.map_(pa.string(), pa.list_(pa.float64())),
     }
     own = [(name, types[kind]) for name, kind in _COLUMNS.items()]
     return pa.schema([*own, *((name, pa.float64()) for name in measured)])
@@ -305,3 +306,5 @@ def _metrics_schema(measured: Sequence[str] = ()) -> "pa.Schema":
 
 _COLUMNS: dict[str, Any] = {field.name: field.type for field in fields(StepRecord) if field.name != _MEASURED}
 """The type of each column that every table has."""
+_MAPPINGS = [name for name, kind in _COLUMNS.items() if get_origin(kind) is Mapping]
+"""Those of them that hold mappings."""

@@ -200,7 +200,8 @@ def format_record(record: StepRecord) -> str:
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
-    ignored = {"step", "total_steps", "time", "eval_losses", "measured", "shown", "eval_shown", "memory_baseline_bytes"}
+    ignored = {"step", "total_steps", "time", "eval_losses", "measured", "shown", "eval_shown"}
+    ignored |= {"memory_baseline_bytes", "expert_shares"}
     values = {name: value for name, value in asdict(record).items() if name not in ignored}
     named = {f"{NAMED_LOSS}{name}": loss for name, loss in record.eval_losses.items()}
     all_values = {**values, **record.measured, **named}

@@ -382,7 +382,7 @@ class Trainer:
                 loss_scale=begun.loss_scale,
                 seconds=seconds,
                 values=values,
-                measured={**values.measured, **self.reports.recorded(values.reported)},
+                measured={**values.measured.values, **self.reports.recorded(values.reported)},
                 position=begun.position,
                 is_newest=not under_way,
                 asked_to_stop=asked_to_stop,

@@ -5,15 +5,16 @@ Unknown values are NaN and leave a gap in the line.
 """
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from llama_core.objectives.next_token import NEXT_TOKEN
 from llama_core.objectives.registry import OBJECTIVES
-from llama_core.records.measurements import BenchmarkRecord, StepRecord, TrainingSummary
+from llama_core.records.measurements import OF_LAYER, BenchmarkRecord, StepRecord, TrainingSummary
 from llama_core.units import format_bytes
 from training_reports.contents import RunContents, losses_by_name
 from training_reports.downsampling import MAX_POINTS, kept
@@ -373,6 +374,7 @@ def _routing_panel(contents: RunContents) -> Panel | None:
             "The load is the largest of any layer; 1 means that all experts get the same.",
             "The entropy is a mean over layers and tokens. The logarithm of the number of experts means no preference; "
             "0 means that every token has one expert.",
+            "The metrics have both for each layer, too.",
         ],
         wide=True,
     )
@@ -385,6 +387,57 @@ def routing(steps: pd.DataFrame) -> go.Figure:
         ("expert_load", "busiest expert", "load (x mean)", "%{y:.3g} x mean"),
         ("router_entropy", "entropy", "entropy (nats)", "%{y:.3g} nats"),
     )
+
+
+def _experts_panel(contents: RunContents) -> Panel | None:
+    """Return a panel if the run has experts, and a step that records what each of them got."""
+    steps = contents.steps
+    if "expert_shares" not in steps or not _has(steps, "expert_load"):
+        return None
+    recorded = steps[steps["expert_shares"].map(bool)]
+    if recorded.empty:
+        return None
+    last = recorded.iloc[-1]
+    shares = dict(last["expert_shares"])
+    unused = sum(share == 0 for of_layer in shares.values() for share in of_layer)
+    busiest = max(shares, key=lambda layer: max(shares[layer]))
+    return Panel(
+        "Experts of each layer",
+        experts(shares),
+        f"At step {last['step']}, {unused} experts got no token; the busiest is in layer {busiest}, with "
+        f"{max(shares[busiest]):.1%} of the tokens there.",
+        [
+            "White is an expert's even share. It is recorded at evaluated steps and the last; no token is dropped.",
+        ],
+        wide=True,
+        height_px=110 + max(120, min(720, 14 * len(shares))),
+    )
+
+
+def experts(shares: Mapping[str, Sequence[float]]) -> go.Figure:
+    """Return a map of the tokens of each expert, over an even share, with a row for each layer that has experts.
+
+    Args:
+        shares: which share of a layer's tokens each of its experts got, by the layer's number.
+    """
+    loads = [[share * len(of_layer) for share in of_layer] for of_layer in shares.values()]
+    most = max(2.0, *map(max, loads))
+    figure = styled_figure("layer")
+    figure.add_heatmap(
+        z=np.array(loads),
+        y=np.array(list(shares)),
+        colorscale=[(0.0, BLUE), (1 / most, "#ffffff"), (1.0, ORANGE)],
+        zmin=0,
+        zmax=most,
+        colorbar={"title": {"text": "x even share", "side": "right"}, "thickness": 12},
+        hovertemplate="layer %{y}, expert %{x}: %{z:.3g} x its even share<extra></extra>",
+    )
+    figure.update_layout(hovermode="closest")
+    figure.update_yaxes(type="category", autorange="reversed")
+    figure.update_xaxes(title_text="expert")
+    if len(loads[0]) <= MAX_NUMBERED_EXPERTS:  # else it would have ticks between experts
+        figure.update_xaxes(dtick=1)
+    return figure
 
 
 def _rewards_panel(contents: RunContents) -> Panel | None:
@@ -482,7 +535,11 @@ def rewards(steps: pd.DataFrame) -> go.Figure:
 def _other_metrics_panel(contents: RunContents) -> Panel | None:
     """Return a panel of the metrics that no other panel draws, if there are some."""
     steps = contents.steps
-    names = [str(name) for name in steps if name not in _DRAWN_IN_OTHER_FIGURES and _has(steps, str(name))]
+    names = []
+    for name in map(str, steps):
+        of_all_layers = name.partition(OF_LAYER)[0]
+        if of_all_layers not in _DRAWN_IN_OTHER_FIGURES and _has(steps, name):
+            names.append(name)
     if not names:
         return None
     drawn = names[:MAX_OTHER_METRICS]
@@ -513,11 +570,14 @@ def other_metrics(steps: pd.DataFrame, names: Sequence[str]) -> go.Figure:
     return figure
 
 
+MAX_NUMBERED_EXPERTS = 16
+"""With how many experts the map of a layer's experts has a tick for each."""
 MAX_OTHER_METRICS = 6
 """How many metrics are drawn that have no panel of their own."""
 _DRAWN_IN_OTHER_FIGURES = {field.name for field in fields(StepRecord)} | {
     "expert_load",
     "router_entropy",
+    "unused_experts",
     *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl"),
     *("eval_reward_chosen", "eval_reward_rejected", "eval_reward_margin", "eval_reward_accuracy", "eval_kl"),
 }
@@ -531,6 +591,7 @@ RUNNING: tuple[Callable[[RunContents], Panel | None], ...] = (
     _learning_rate_panel,
     _memory_panel,
     _routing_panel,
+    _experts_panel,
     _other_metrics_panel,
 )
 """Likewise, the panels on how the steps run."""

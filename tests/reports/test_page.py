@@ -208,6 +208,18 @@ def test_a_run_with_experts_shows_their_routing(run, tmp_path):
     assert "Routing to experts" in page.text
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "the busiest expert got 1.25 times the tokens of an average one; the routers' entropy was 0.5" in captions
+    assert "Experts of each layer" not in page.text
+
+
+def test_a_run_with_experts_shows_what_each_of_them_got_where_it_was_recorded(tmp_path):
+    shares = {"0": (0.25, 0.75, 0.0, 0.0), "2": (0.25, 0.25, 0.3, 0.2)}
+    first, *others = [
+        replace(record, measured={"expert_load": 3.0, "router_entropy": 0.5}) for record in step_records()
+    ]
+    page = report(write_run(tmp_path / "experts", records=[replace(first, expert_shares=shares), *others]))
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "At step 1, 2 experts got no token; the busiest is in layer 0, with 75.0% of the tokens there." in captions
+    assert "Other metrics" not in page.text
 
 
 def test_a_metric_without_a_figure_of_its_own_is_drawn_and_the_ones_too_many_are_named(run, tmp_path):

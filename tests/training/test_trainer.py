@@ -461,9 +461,18 @@ def test_evaluation_uses_no_dropout(run, tmp_path):
 
 
 def test_a_step_records_its_routing_and_a_loss_without_the_auxiliary_ones(run, tmp_path):
-    moe = {"num_experts": 4, "balance_loss_coefficient": 0.0}
-    trainer(run, steps=1, strategy="moe", moe=moe).fit()
-    (first,) = read_metrics(run).to_pylist()
+    moe = {"num_experts": 4, "balance_loss_coefficient": 0.0, "moe_layers": [1]}
+    trainer(run, steps=2, strategy="moe", moe=moe).fit()
+    first, last = read_metrics(run).to_pylist()
+    # of the one layer that has experts, and of each expert only where a step is looked at
+    assert first["expert_load/layer_1"] == first["expert_load"]
+    assert first["router_entropy/layer_1"] == pytest.approx(first["router_entropy"])
+    assert not first["expert_shares"]
+    ((layer, shares),) = last["expert_shares"]
+    assert layer == "1"
+    assert sum(shares) == pytest.approx(1)
+    assert max(shares) * 4 == pytest.approx(last["expert_load"])
+    assert last["unused_experts"] == sum(share == 0 for share in shares) == 0
     assert 1 < first["expert_load"] <= 4
     assert 0.99 < first["balance_loss"] < 2
     assert first["router_entropy"] == pytest.approx(math.log(4), abs=0.01)

@@ -84,7 +84,7 @@ class HeldOut(LoopPart):
         self._activity.tell("evaluating", "evaluation")
         rows = self.rows()
         model = self._engine.model
-        of_rows = measured(model, measured_totals(model, self._plan))
+        of_rows = measured(model, measured_totals(model, self._plan)).values
         known = {name: value for name, value in of_rows.items() if name in self._names and value is not None}
         self.last = HeldOutEvaluation(self._progress.step, rows, known)
 

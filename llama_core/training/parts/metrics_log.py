@@ -88,6 +88,8 @@ class MetricsLog(LoopPart):
     def _record(self, step: FinishedStep) -> StepRecord:
         values = step.values
         seconds = step.seconds
+        # a number for each expert of each layer is more than all else that a step records
+        is_looked_at = step.evaluation.loss is not None or step.step == self._progress.total_steps
         tokens_per_second = step.num_tokens / step.total_seconds
         return StepRecord(
             step=step.step,
@@ -116,4 +118,5 @@ class MetricsLog(LoopPart):
             shown=in_words(step.measured, self.formats),
             eval_shown=in_words(step.evaluation.measured, self.formats),
             memory_baseline_bytes=self._memory_baseline_bytes,
+            expert_shares=values.measured.expert_shares if is_looked_at else {},
         )
