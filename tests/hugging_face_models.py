@@ -25,7 +25,7 @@ from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_spec
 from llama_core.hugging_face.weight_names import hugging_face_names, is_per_expert, other_layouts
 from llama_core.models.llama import Llama
-from llama_core.training.stored_weights import weight_in
+from llama_core.training.weight_sources import weight_in
 
 
 def shrunk(name):

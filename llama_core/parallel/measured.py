@@ -28,7 +28,7 @@ def measured_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
     return total
 
 
-class Measured(NamedTuple):
+class MeasuredValues(NamedTuple):
     """What the sums of a step or an evaluation say."""
 
     values: dict[str, float | None]
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
     """Which share of a layer's routed tokens each of its experts got, by the layer's number; empty without experts."""
 
 
-def measured(model: Llama, total: Tensor | None) -> Measured:
+def measured(model: Llama, total: Tensor | None) -> MeasuredValues:
     """Return what the sums say.
 
     Args:
@@ -53,7 +53,7 @@ def measured(model: Llama, total: Tensor | None) -> Measured:
         if isinstance(measure, Routers):
             shares = measure.expert_shares(own)
         del sums[: measure.num_sums]
-    return Measured(found, shares)
+    return MeasuredValues(found, shares)
 
 
 def _own(measure: Measures, device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from llama_core.models.llama import Llama
-from llama_core.parallel.measured import Measured, measured, measured_totals
+from llama_core.parallel.measured import MeasuredValues, measured, measured_totals
 from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import StepResult
 from llama_core.training.measure import StepClock
@@ -25,7 +25,7 @@ class StepValues:
     """Whether the weights were updated."""
     reported: Mapping[str, float]
     """What the parts of the loop have reported, reduced over the ranks, by name."""
-    measured: Measured
+    measured: MeasuredValues
     """What the model and the objective have measured beside the loss."""
 
 

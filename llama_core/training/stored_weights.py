@@ -1,6 +1,6 @@
 """Read weights into any part of a model, each rank its own slices; write them in Hugging Face's and PEFT's formats.
 
-Files are memory-mapped and copied tensor by tensor, so the host holds at most one tensor beside the model.
+``weight_sources`` knows where they are read from.
 """
 
 import json
@@ -9,48 +9,28 @@ import math
 import mmap
 import os
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from llama_core.config.model_types import Layout
-from llama_core.config.model_weights import adapter_weight, matrix_name, weight_of
+from llama_core.config.model_weights import weight_of
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import EMBEDDING, LoRA
-from llama_core.errors import CheckpointError, WeightsError
-from llama_core.hugging_face.mxfp4 import Mxfp4Tensor
-from llama_core.hugging_face.nf4 import Nf4Tensor
-from llama_core.hugging_face.peft import ADAPTERS, adapter_weights, peft_name
+from llama_core.errors import WeightsError
+from llama_core.hugging_face.peft import ADAPTERS, peft_name
 from llama_core.hugging_face.pretrained import (
-    Origin,
     check_pretrained,
-    hugging_face_weights,
-    is_checkpoint,
     names_with_adapters,
     origin_of,
     resolve_intact,
     stored_model,
 )
-from llama_core.hugging_face.weight_files import INDEX, WHOLE, StoredTensor, new_header
-from llama_core.hugging_face.weight_names import (
-    dense_name,
-    hugging_face_names,
-    hugging_face_shapes,
-    is_per_expert,
-    other_layouts,
-)
-from llama_core.models import mxfp4, nf4, pissa
-from llama_core.models.adapters import method_of
+from llama_core.hugging_face.weight_files import INDEX, WHOLE, new_header
+from llama_core.hugging_face.weight_names import dense_name, hugging_face_shapes
+from llama_core.models import nf4
 from llama_core.models.layers import local_part
 from llama_core.models.llama import (
     Llama,
@@ -60,12 +40,21 @@ from llama_core.models.llama import (
     takes_principal_part,
     with_adapters,
 )
-from llama_core.parallel.deepspeed import saved_weights
 from llama_core.parallel.ranks import is_first_rank
-from llama_core.records.checkpoints import LAYOUT
-from llama_core.records.files import open_file
-from llama_core.training.checkpoint import one_line
-from llama_core.training.reading import PlainPlanner, PlainReader
+from llama_core.training.weight_sources import (
+    DTYPES,
+    FORMAT_NAMES,
+    AsHuggingFaceStores,
+    Copied,
+    Merged,
+    OverWhole,
+    Rounded,
+    WeightSource,
+    adapter_source,
+    base_source,
+    mean_source,
+    packed_matrix,
+)
 from llama_core.units import format_bytes, format_duration
 
 logger = logging.getLogger(__name__)
@@ -74,16 +63,6 @@ SHARD_BYTES = 5_000_000_000
 """Largest size of a written file, unless a single tensor is larger."""
 SECONDS_BETWEEN_LINES = 10.0
 """How often rank 0 logs the progress of reading."""
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-}
-_FORMAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-_COPIED_AT_ONCE = 1 << 26
-"""Elements converted at a time, so that a copy to a device needs no second copy of the whole tensor."""
 
 
 class Pretrained:
@@ -113,16 +92,16 @@ class Pretrained:
         self._seed = seed
         origin = origin_of(source)
         stored = stored_model(spec, origin)
-        base = _base(stored, origin)
-        self._sources: dict[str, _Source] = dict.fromkeys(spec.parameter_shapes, base)
+        base = base_source(stored, origin)
+        self._sources: dict[str, WeightSource] = dict.fromkeys(spec.parameter_shapes, base)
         if stored.moe != spec.moe:
             self._sources = {
-                name: base if dense_name(name) == name else _Copied(base)
+                name: base if dense_name(name) == name else Copied(base)
                 for name in spec.parameter_shapes
                 if weight_of(name).divided != "router"
             }
         if origin.adapters is not None:
-            self._sources |= dict.fromkeys(names_with_adapters(spec, origin), _adapters(spec, origin.adapters))
+            self._sources |= dict.fromkeys(names_with_adapters(spec, origin), adapter_source(spec, origin.adapters))
         self._progress = _Progress(source)
 
     @torch.no_grad()
@@ -146,7 +125,7 @@ class Pretrained:
         self._sources[name].read(name, into)
 
     def _packed(self, name: str, device: torch.device) -> nf4.Packed:
-        return _packed(self._sources[name], name, torch.empty(self._spec.parameter_shapes[name], device=device))
+        return packed_matrix(self._sources[name], name, torch.empty(self._spec.parameter_shapes[name], device=device))
 
     def done(self) -> None:
         """Log the bytes read and the time taken."""
@@ -176,7 +155,7 @@ def whole_model(
         WeightsError: if there are no weights, or those of another model.
         CheckpointError: if the checkpoints of the run are damaged.
     """
-    compute_dtype = _DTYPES[_FORMAT_NAMES[dtype]]
+    compute_dtype = DTYPES[FORMAT_NAMES[dtype]]
     with torch.device("meta"):
         model = with_adapters(Llama(spec, compute_dtype=compute_dtype, layers=layers).to(compute_dtype))
     divide(model)
@@ -184,320 +163,6 @@ def whole_model(
         found = Path(resolve_intact(str(source), partial(logger.warning, "%s")))
         Pretrained(spec, found).fill(model.to_empty(device=device))
     return model
-
-
-class _Source(Protocol):
-    """A source of the whole model's parameters, by our names."""
-
-    def read(self, name: str, into: Tensor) -> None:
-        """Set ``into``, or this rank's part of it, converted to its dtype."""
-
-
-def _base(spec: ModelSpec, origin: Origin) -> _Source:
-    """Return the source of the weights without adapters."""
-    if origin.base is None:
-        return _Drawn(spec, origin.drawn_by.training.seed if origin.drawn_by else 0)
-    if is_checkpoint(origin.base):
-        return _saved(origin.base)
-    return _Folder(hugging_face_weights(spec, origin.base), other_layouts(spec))
-
-
-def _adapters(spec: ModelSpec, source: Path) -> _Source:
-    return (
-        _saved(source)
-        if is_checkpoint(source)
-        else _Folder({name: (stored,) for name, stored in adapter_weights(spec, source).items()})
-    )
-
-
-def _packed(source: _Source, name: str, scratch_OI: Tensor) -> nf4.Packed:
-    """Return a matrix in NF4: with the codes that it is stored with, or else rounded.
-
-    Args:
-        source: has the matrix.
-        name: its name.
-        scratch_OI: where its numbers may be read to.
-    """
-    stored = source.stored_codes(name) if isinstance(source, _Folder) else None
-    if stored is not None:
-        return stored
-    source.read(name, scratch_OI)
-    return nf4.pack(scratch_OI)
-
-
-def _saved(checkpoint: Path) -> _Source:
-    """Return the source of the weights in a run's checkpoint."""
-    return _DeepSpeedCheckpoint(checkpoint) if (checkpoint / LAYOUT).exists() else _Checkpoint(checkpoint)
-
-
-def _mean(checkpoints: Sequence[Path]) -> _Source:
-    """Return the source of the mean weights of one or several checkpoints of a run."""
-    return _Mean(checkpoints) if len(checkpoints) > 1 else _saved(checkpoints[0])
-
-
-class _Mean:
-    """Averages whole weights in fp32, one at a time, so that two copies of one are in memory beside the result.
-
-    Of adapters it averages each factor, not the products that are added to matrices.
-
-    Raises:
-        WeightsError: in ``read``, if a value is not finite.
-    """
-
-    def __init__(self, checkpoints: Sequence[Path]) -> None:
-        self._sources = {checkpoint: _saved(checkpoint) for checkpoint in checkpoints}
-
-    def read(self, name: str, into: Tensor) -> None:
-        total = torch.zeros(into.shape)
-        one = torch.empty(into.shape)
-        for checkpoint, source in self._sources.items():
-            source.read(name, one)
-            if not all(math.isfinite(extreme) for extreme in torch.aminmax(one)):
-                raise WeightsError(f"{name} of {checkpoint} is not finite; average other checkpoints")
-            total += one
-        into.copy_(total.div_(len(self._sources)))
-
-
-class _Drawn:
-    """Draws again the weights that a run on the CPU drew from its seed."""
-
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._spec = replace(spec, lora=None)
-        self._seed = seed
-
-    def read(self, name: str, into: Tensor) -> None:
-        whole = torch.empty(into.shape)
-        initialize_parameter(name, whole, self._spec, self._seed)
-        _copy_part(whole, into)
-
-
-class _AsHuggingFaceStores:
-    """Reads what Hugging Face stores, by its names: matrices of each expert, or several of our weights as one."""
-
-    def __init__(self, source: _Source, spec: ModelSpec) -> None:
-        self._source = source
-        self._shapes = spec.parameter_shapes
-        self._per_expert = frozenset(name for name in self._shapes if is_per_expert(name, spec))
-        self._layouts = other_layouts(spec)
-        self._places: dict[str, list[tuple[str, int]]] = {}
-        for name in self._shapes:
-            for expert, stored in enumerate(hugging_face_names(name, spec)):
-                self._places.setdefault(stored, []).append((name, expert))
-        self._held = torch.empty(0)
-        self._name = ""
-
-    def read(self, name: str, into: Tensor) -> None:
-        for ours, expert in self._places[name]:
-            layout = self._layouts.get(ours)
-            if layout is not None:
-                # in fp32, since rounding to a narrower dtype would lose what is left of a weight near one
-                numbers = _read(self._source, ours, self._shapes[ours])
-                weight_in(into, layout).copy_(numbers - 1.0 if layout.less_one else numbers)
-            elif ours in self._per_expert:
-                into.copy_(self._all_experts(ours)[expert])
-            else:
-                self._source.read(ours, into)
-
-    def _all_experts(self, name: str) -> Tensor:
-        if name != self._name:  # the matrices of all experts follow each other
-            self._held = _read(self._source, name, self._shapes[name])
-            self._name = name
-        return self._held
-
-
-def weight_in(stored: Tensor, layout: Layout) -> Tensor:
-    """Return the view of one of our weights in a tensor that is laid out as in files."""
-    if layout.in_turns:
-        stored = stored[..., layout.part :: layout.parts]
-    else:
-        stored = stored.chunk(layout.parts, dim=-1)[layout.part]
-    return stored.mT if layout.transposed else stored
-
-
-@dataclass(frozen=True)
-class _Merged:
-    """Merges each matrix with its adapter, in fp32. What was trained in full comes from beside the adapters."""
-
-    spec: ModelSpec
-    lora: LoRA
-    base: _Source
-    adapters: _Source
-
-    def read(self, name: str, into: Tensor) -> None:
-        if name not in self.spec.adapted:
-            (self.adapters if name in self.spec.trained_in_full else self.base).read(name, into)
-            return
-        whole = _read(self.base, name, into.shape)
-        path = name.removesuffix("weight")
-        matrix = matrix_name(path.removesuffix("."))
-        adapter = {}
-        for weight in self.lora.weights(matrix):
-            of_adapter = f"{path}{weight.name}"
-            adapter[weight.name] = _read(self.adapters, of_adapter, self.spec.adapter_shapes[of_adapter])
-        matrix_OI = whole.t() if matrix == EMBEDDING else whole
-        method_of(self.lora.kind).merge(matrix_OI, adapter, self.lora)
-        into.copy_(whole)
-
-
-@dataclass(frozen=True)
-class _Rounded:
-    """Reads matrices that are held in NF4 as they are multiplied with."""
-
-    spec: ModelSpec
-    base: _Source
-
-    def read(self, name: str, into: Tensor) -> None:
-        if name not in self.spec.packed:
-            self.base.read(name, into)
-            return
-        packed = _packed(self.base, name, torch.empty(into.shape))
-        into.copy_(nf4.unpack_whole(packed, torch.float32))
-
-
-@dataclass(frozen=True)
-class _OverWhole:
-    """Makes PiSSA's adapters, which belong to the rest of a matrix, ones of twice the rank over the whole matrix."""
-
-    spec: ModelSpec
-    lora: LoRA
-    base: _Source
-    adapters: _Source
-
-    def read(self, name: str, into: Tensor) -> None:
-        of_adapter = adapter_weight(name)
-        assert of_adapter is not None
-        matrix, weight = of_adapter
-        matrix_OI = _read(self.base, matrix, self.spec.parameter_shapes[matrix])
-        trained = _read(self.adapters, name, self.spec.adapter_shapes[name])
-        into.copy_(pissa.over_whole(weight.name, trained, matrix_OI, self.lora))
-
-
-def _read(source: _Source, name: str, shape: Sequence[int]) -> Tensor:
-    """Return a whole weight, in fp32."""
-    whole = torch.empty(tuple(shape))
-    source.read(name, whole)
-    return whole
-
-
-class _Copied:
-    """Reads a dense model's feed-forward into every expert."""
-
-    def __init__(self, dense: _Source) -> None:
-        self._dense = dense
-
-    def read(self, name: str, into: Tensor) -> None:
-        matrix = torch.empty(into.shape[1:])
-        self._dense.read(dense_name(name), matrix)
-        _copy_part(matrix.expand(into.shape), into)
-
-
-class _Folder:
-    """Reads from the memory-mapped files of a Hugging Face or PEFT folder.
-
-    Args:
-        stored: where each weight is, by our names.
-        layouts: how the files lay out those that they do not lay out as we do, likewise.
-    """
-
-    def __init__(
-        self, stored: Mapping[str, Sequence[StoredTensor]], layouts: Mapping[str, Layout] = MappingProxyType({})
-    ) -> None:
-        self._stored = stored
-        self._layouts = layouts
-        self._mapped: dict[Path, Tensor] = {}
-
-    def read(self, name: str, into: Tensor) -> None:
-        stored = self._stored[name]
-        layout = self._layouts.get(name, Layout())
-        if layout.less_one:
-            wide = torch.promote_types(into.dtype, torch.float32)
-            _copy_part(self._view(stored[0]).to(wide) + 1.0, into)
-            return
-        is_of_one_expert = len(stored[0].shape) < into.ndim
-        begins, into = _held(into)
-        if not is_of_one_expert:
-            _copy(_cut(weight_in(self._view(stored[0]), layout), begins, into.shape), into)
-            return
-        first, *inner = begins
-        for expert, matrix in enumerate(into, start=first):
-            _copy(_cut(weight_in(self._view(stored[expert]), layout), inner, matrix.shape), matrix)
-
-    def stored_codes(self, name: str) -> nf4.Packed | None:
-        """Return a matrix that is stored in NF4; None of one that is not, or whose scales are not codes."""
-        (stored,) = self._stored[name]
-        return nf4.stored_codes(stored, self._view) if isinstance(stored, Nf4Tensor) else None
-
-    def _view(self, stored: StoredTensor) -> Tensor:
-        """Return a view of a tensor in its mapped file, where an aligned one is not read yet; or a dequantised one."""
-        if isinstance(stored, Nf4Tensor):
-            return nf4.stored_numbers(stored, self._view)
-        if isinstance(stored, Mxfp4Tensor):
-            return mxfp4.stored_numbers(stored, self._view)
-        if stored.file not in self._mapped:
-            self._mapped[stored.file] = _map(stored.file)
-        dtype = _DTYPES[stored.dtype]
-        end = stored.start + torch.Size(stored.shape).numel() * dtype.itemsize
-        raw = self._mapped[stored.file][stored.start : end]
-        if stored.start % dtype.itemsize:  # old writers did not align tensors
-            raw = raw.clone()
-        return raw.view(dtype).view(stored.shape)
-
-
-def _copy_part(whole: Tensor, into: Tensor) -> None:
-    """Set ``into`` to ``whole``, or to the part of it that this rank holds, converted to its dtype."""
-    begins, into = _held(into)
-    _copy(_cut(whole, begins, into.shape), into)
-
-
-def _held(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Return the part of a tensor that this rank holds, and where in the whole it begins along each dim."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim, tensor
-    _, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return begins, tensor.to_local()
-
-
-def _cut(whole: Tensor, begins: Sequence[int], shape: Sequence[int]) -> Tensor:
-    return whole[tuple(slice(begin, begin + size) for begin, size in zip(begins, shape, strict=True))]
-
-
-def _copy(whole: Tensor, into: Tensor) -> None:
-    rows = max(1, _COPIED_AT_ONCE * len(into) // max(1, into.numel()))
-    for part, source in zip(torch.split(into, rows), torch.split(whole, rows), strict=True):
-        part.copy_(source)
-
-
-def _map(file: Path) -> Tensor:
-    """Return the bytes of a file as uint8; they are read from disk when they are used."""
-    with open_file(file) as opened:
-        # Shared and read-only: a private mapping counts as memory that the process might write to.
-        mapping = mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ)
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # about the mapping being read-only
-        return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-class _Checkpoint:
-    """Reads weights from a checkpoint written by any number of ranks under any plan; needs no other rank."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._reader = PlainReader(folder)
-
-    def read(self, name: str, into: Tensor) -> None:
-        try:
-            dcp.load({f"model.{name}": into}, storage_reader=self._reader, planner=PlainPlanner(), no_dist=True)
-        except dcp.CheckpointException as error:
-            raise CheckpointError(f"cannot read {name} from {self._folder}: {one_line(error)}") from None
-
-
-class _DeepSpeedCheckpoint:
-    """Reads weights from a checkpoint that DeepSpeed wrote, one whole weight at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self._weight = saved_weights(folder)
-
-    def read(self, name: str, into: Tensor) -> None:
-        _copy_part(self._weight(name), into)
 
 
 class _Progress:
@@ -553,12 +218,12 @@ def write_hugging_face(
             missing.
         OSError: if the disk is full.
     """
-    source = _mean([checkpoint, *others])
+    source = mean_source([checkpoint, *others])
     if spec.lora is not None:
-        source = _Merged(spec, spec.lora, _Rounded(spec, _base(spec, origin_of(checkpoint))), source)
-    source = _AsHuggingFaceStores(source, spec)
+        source = Merged(spec, spec.lora, Rounded(spec, base_source(spec, origin_of(checkpoint))), source)
+    source = AsHuggingFaceStores(source, spec)
     shapes = hugging_face_shapes(spec)
-    itemsize = _DTYPES[_FORMAT_NAMES[dtype]].itemsize
+    itemsize = DTYPES[FORMAT_NAMES[dtype]].itemsize
     shards = list(_shards(shapes, shard_bytes // itemsize))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -588,10 +253,10 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
         WeightsError: if a value is too large for fp16, or one to average is not finite.
         OSError: if the disk is full.
     """
-    source = _mean([checkpoint, *others])
+    source = mean_source([checkpoint, *others])
     assert spec.lora is not None
     if spec.lora.take_principal_part:
-        source = _OverWhole(spec, spec.lora, _base(spec, origin_of(checkpoint)), source)
+        source = OverWhole(spec, spec.lora, base_source(spec, origin_of(checkpoint)), source)
     names = {peft_name(name): name for name in spec.adapter_shapes}
     written = replace(spec, lora=spec.lora.in_folder).adapter_shapes
     shapes = {peft_name(name): shape for name, shape in written.items()}
@@ -600,13 +265,13 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
 
 def _write_file(
     file: Path,
-    source: _Source,
+    source: WeightSource,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
     names: Mapping[str, str] | None = None,
 ) -> None:
     """Write one safetensors file; ``names`` maps the names in the file to the source's, if these differ."""
-    for name, view in _new_file(file, shapes, _FORMAT_NAMES[dtype]):
+    for name, view in _new_file(file, shapes, FORMAT_NAMES[dtype]):
         source.read(names[name] if names else name, view)
         if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
             raise WeightsError(f"{name} has values above 65504, which fp16 cannot hold; use --dtype bf16")
@@ -630,7 +295,7 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[s
 def _new_file(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[tuple[str, Tensor]]:
     """Write a safetensors file, yielding each of its tensors for the caller to fill."""
     beginning, places = new_header(shapes, dtype)
-    sizes = {name: torch.Size(shape).numel() * _DTYPES[dtype].itemsize for name, shape in shapes.items()}
+    sizes = {name: torch.Size(shape).numel() * DTYPES[dtype].itemsize for name, shape in shapes.items()}
     total = len(beginning) + sum(sizes.values())
     with file.open("w+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, total)  # a full disk raises here; writing to the mapping would kill us
@@ -638,5 +303,5 @@ def _new_file(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> 
         opened.flush()
         everything = torch.frombuffer(mmap.mmap(opened.fileno(), total), dtype=torch.uint8)
         for name, shape in shapes.items():
-            yield name, everything[places[name] : places[name] + sizes[name]].view(_DTYPES[dtype]).view(shape)
+            yield name, everything[places[name] : places[name] + sizes[name]].view(DTYPES[dtype]).view(shape)
         os.fsync(opened.fileno())
