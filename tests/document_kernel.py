@@ -5,8 +5,7 @@ import math
 
 import torch
 
-from llama_core.models.layers import GROUPED_HEADS
-from llama_core.parallel.block_attention import BlockKernel
+from llama_core.models.block_attention import GROUPED_HEADS, BlockKernel
 
 
 def dense_scores(q_TNH, k_UKH, query_starts, key_starts, window):

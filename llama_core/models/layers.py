@@ -10,7 +10,6 @@ one, and each layer casts its weight to the dtype of its input at use.
 import math
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kern
 from llama_core.config.model_spec import Activation, ModelSpec
 from llama_core.config.rope import LinearScaling, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
+from llama_core.models.block_attention import GROUPED_HEADS
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
 from llama_core.models.cpu_attention import cpu_attention, is_faster
 
@@ -388,10 +388,6 @@ def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _causal_mask(scores_BNSS: Tensor) -> Tensor:
     """Return the additive mask that hides what lies after a query, [S, S]."""
     return torch.full_like(scores_BNSS[0, 0], -math.inf).triu_(1)
-
-
-GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-"""Lets ``varlen_attn`` take fewer key heads than query heads; torch 2.11 does so without an argument."""
 
 
 def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents) -> Tensor:

@@ -32,11 +32,11 @@ from torch.distributed._functional_collectives import all_reduce
 from llama_core.attention import refusal
 from llama_core.errors import PlanError
 from llama_core.models.batch import Batch, Documents, at_places
+from llama_core.models.block_attention import BlockMask
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
 from llama_core.models.llama import Llama
 from llama_core.models.moe import mixtures
-from llama_core.parallel.block_attention import BlockMask
 from llama_core.parallel.document_chunks import DocumentChunks
 from llama_core.parallel.gathered_attention import HeldDocuments, gathered_attention, held_documents
 from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts

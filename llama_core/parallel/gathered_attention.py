@@ -26,8 +26,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llama_core.models.batch import Documents
+from llama_core.models.block_attention import VARLEN
 from llama_core.models.cpu_attention import empty_tokens_first
-from llama_core.parallel.block_attention import VARLEN
 from llama_core.parallel.document_chunks import DocumentChunks
 
 c10d = torch.ops._c10d_functional

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
+from llama_core.models.block_attention import BlockMask, block_backward, block_forward
 from llama_core.models.cpu_attention import empty_tokens_first
-from llama_core.parallel.block_attention import BlockMask, block_backward, block_forward
 
 RingMasks = tuple[BlockMask, ...]
 """The mask of every block on the ring, in order of arrival: this rank's own block first."""

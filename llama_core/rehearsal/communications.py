@@ -26,9 +26,9 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import DeadlockError
 from llama_core.models.batch import Batch, ones_per_token
+from llama_core.models.block_attention import BlockKernel
 from llama_core.models.layers import local_part
 from llama_core.parallel import expert, gathered_attention
-from llama_core.parallel.block_attention import BlockKernel
 from llama_core.parallel.expert import Dispatch
 from llama_core.parallel.measured import measured_totals
 from llama_core.parallel.mesh import Mesh

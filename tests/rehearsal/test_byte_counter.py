@@ -4,7 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.models.layers import GROUPED_HEADS
+from llama_core.models.block_attention import GROUPED_HEADS
 from llama_core.rehearsal.byte_counter import FLASH_ROWS, ByteCounter
 
 

@@ -1,7 +1,7 @@
 """Attention of some queries to some of the keys, one block of a larger softmax: forward and backward.
 
 torch's fused kernels return the log-sum-exp that merges blocks, and their backward takes the one over all blocks, but
-only under private names. Only this file and ``models.cpu_attention`` call them by these names.
+only under private names. Only this file and ``cpu_attention`` call them by these names.
 
 Source: Dao 2023, arXiv:2307.08691, section 3.1.
 """
@@ -12,6 +12,7 @@ Source: Dao 2023, arXiv:2307.08691, section 3.1.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from llama_core.models.cpu_attention import cpu_attention_backward
-from llama_core.models.layers import GROUPED_HEADS
 
 aten = torch.ops.aten
+
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+"""Lets ``varlen_attn`` take fewer key heads than query heads; torch 2.11 does so without an argument."""
 
 BIAS_ALIGNMENT = 16
 """The row stride of an additive mask is a multiple of this many elements: CUDA's kernel loads aligned pieces."""
