@@ -71,6 +71,8 @@ ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layer
 
 _IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_AFTER_FEED_FORWARD)}
 _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
+SHOWN_BY_NAMES = frozenset(weight.only_with for weight in _IN_LAYERS.values() if weight.only_with is not None)
+"""The traits of models that have weights which others lack."""
 _ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
 _OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
 DIVIDED_INPUTS = frozenset(

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 from llama_core.config.config_json.reading import read_folder
-from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.model_weights import SHOWN_BY_NAMES, hugging_face_name
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
@@ -55,7 +55,7 @@ _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
 _SHOWN_BY_WEIGHTS = (
     *("hidden_size", "num_layers", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
-    *("qkv_bias", "qk_norm", "qk_norm_width", "norms"),
+    *("qk_norm_width", "norms", *SHOWN_BY_NAMES),
 )
 """Traits by which names or shapes of weights differ, so that ``check_weights`` compares them."""
 _NOT_OF_WEIGHTS = (
