@@ -78,6 +78,9 @@ class Linear(nn.Linear):
     """What a weight that is held in few bits is read with, in place of a copy; see ``nf4``."""
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """Multiplies an input by the weight, given its copy or its scales."""
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Completes a product of which every tensor-parallel rank has a part, before the bias is added; None if it is
+    whole, or without a bias."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -87,6 +90,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return ``product(x)``, plus the bias if there is one."""
         out = self.product(x)
+        if self.sum_over_ranks is not None:
+            out = self.sum_over_ranks(out)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def product(self, x: Tensor) -> Tensor:

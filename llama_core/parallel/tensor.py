@@ -123,7 +123,9 @@ class Columns(ColwiseParallel):
 class Rows(RowwiseParallel):
     """A matrix divided by columns, as its input is.
 
-    Matrix and adapter return partial sums, which are added up before the sum over the ranks.
+    Matrix and adapter return partial sums, which are added up before the sum over the ranks. A bias is whole on every
+    rank and added after that sum, to this rank's part of the stream: with sequence parallelism it gets a part of its
+    gradient, which the ranks sum up like that of a norm.
 
     Args:
         stream: placement of the residual stream.
@@ -132,10 +134,17 @@ class Rows(RowwiseParallel):
 
     def __init__(self, stream: Placement, adapter: Sequence[Weight] = ()) -> None:
         super().__init__(output_layouts=stream)
-        self.placements = _placements(Shard(1), INPUTS, adapter)
+        self.stream = stream
+        self.placements = {"bias": Replicate(), **_placements(Shard(1), INPUTS, adapter)}
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         _distribute(name, module, device_mesh, self.placements)
+        if isinstance(module, Linear) and module.bias is not None:
+            module.sum_over_ranks = self._summed
+
+    def _summed(self, part: Tensor) -> Tensor:
+        assert isinstance(part, DTensor)
+        return part.redistribute(placements=[self.stream])
 
 
 def _placements(own: Placement, divided_side: str, adapter: Sequence[Weight]) -> dict[str, Placement]:
