@@ -40,6 +40,7 @@ VALUES = {
     "head_dim": (64, 96, 128),
     "ffn_size": (1024, 1536, 2816),
     "qkv_bias": (False, True),
+    "o_bias": (False, True),
     "qk_norm": (False, True),
     "qk_norm_width": ("head", "all"),
     "norms": ("pre", "post", "both"),
@@ -86,7 +87,7 @@ SIZES_OF = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3
 NEEDS = {
     "qk_norm_width": {"qk_norm": True},
     "windowed_layers": {"sliding_window": 100},
-    "trainable": {"lora": LoRA(), "qkv_bias": True, "qk_norm": True, "norms": "both"},
+    "trainable": {"lora": LoRA(), "qkv_bias": True, "o_bias": True, "qk_norm": True, "norms": "both"},
 }
 """What a field has no effect without, or is refused without."""
 

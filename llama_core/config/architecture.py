@@ -97,6 +97,8 @@ class ArchitectureConfig(Section):
     """Whether the residual stream begins as the embedding times the root of hidden_size, as in Gemma."""
     qkv_bias: bool | None = None
     """Whether the projections to queries, keys and values have biases, as in Qwen2."""
+    o_bias: bool | None = None
+    """Whether the projection of attention's output has a bias, as in GPT-OSS."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
     qk_norm_width: NormWidth | None = None

@@ -72,6 +72,7 @@ class ModelSpec:
         |   rotation               rope_theta, rope_scaling, windowed_rope_theta
         |   attention              sliding_window, windowed_layers, attention_soft_cap,
         |                          query_pre_attn_scalar
+        |   output projection      o_bias
         |   attention_post_norm    norms (post, both)
         |          |
         + <--------+
@@ -123,6 +124,8 @@ class ModelSpec:
     # attention
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases."""
+    o_bias: bool = False
+    """Whether the projection of attention's output has one."""
     qk_norm: bool = False
     """Whether queries and keys are normalised before they are rotated."""
     qk_norm_width: NormWidth = "head"

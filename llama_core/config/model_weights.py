@@ -19,9 +19,9 @@ def _norm(
     return Weight(name, stored_name, (size,), divided, "ones", decayed=False, only_with=only_with)
 
 
-def _bias(name: str, stored_name: str, size: str) -> Weight:
-    """Return the row of the bias of a projection to queries, keys or values."""
-    return Weight(name, stored_name, (size,), "outputs", "zeros", decayed=False, only_with="qkv_bias")
+def _bias(name: str, stored_name: str, size: str, divided: Division = "outputs", only_with: str = "qkv_bias") -> Weight:
+    """Return the row of the bias of a projection; default: to queries, keys or values."""
+    return Weight(name, stored_name, (size,), divided, "zeros", decayed=False, only_with=only_with)
 
 
 # fmt: off
@@ -39,6 +39,7 @@ _ATTENTION = (
     Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
     _bias("attention.wv.bias", "self_attn.v_proj.bias", "kv_size"),
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
+    _bias("attention.wo.bias", "self_attn.o_proj.bias", "hidden_size", "stream", only_with="o_bias"),
     _norm("attention.q_norm.weight", "self_attn.q_norm.weight", "q_norm_size", "heads", only_with="qk_norm"),
     _norm("attention.k_norm.weight", "self_attn.k_norm.weight", "k_norm_size", "heads", only_with="qk_norm"),
     _norm("attention_post_norm.weight", "post_self_attn_layernorm.weight", only_with="norms_after"),

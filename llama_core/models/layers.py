@@ -429,7 +429,7 @@ class Attention(nn.Module):
         self.wq = Linear(spec.hidden_size, spec.q_size, bias=spec.qkv_bias)
         self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
-        self.wo = Linear(spec.q_size, spec.hidden_size)
+        self.wo = Linear(spec.q_size, spec.hidden_size, bias=spec.o_bias)
         self.q_norm = _norm_of_heads(spec, spec.q_norm_size)
         self.k_norm = _norm_of_heads(spec, spec.k_norm_size)
 

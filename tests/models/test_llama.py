@@ -147,8 +147,8 @@ def test_initial_weights_have_the_stated_moments_and_cut():
 
 
 def test_a_weight_without_a_row_gets_no_initial_values_by_accident():
-    with pytest.raises(NotImplementedError, match=r"layers\.0\.attention\.wo\.bias has no row among the weights"):
-        initialize_parameter("layers.0.attention.wo.bias", torch.empty(4), TIED, seed=0)
+    with pytest.raises(NotImplementedError, match=r"layers\.0\.feed_forward\.w2\.bias has no row among the weights"):
+        initialize_parameter("layers.0.feed_forward.w2.bias", torch.empty(4), TIED, seed=0)
 
 
 def test_initial_weights_depend_on_seed_and_name_but_not_on_other_layers():

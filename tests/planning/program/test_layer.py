@@ -135,6 +135,7 @@ FORGOTTEN = {
 FORGOTTEN_OF_MODEL = {
     "norms of heads": {"qk_norm": False},
     "biases": {"qkv_bias": False},
+    "the bias of the output projection": {"o_bias": False},
     "a soft cap": {"attention_soft_cap": 0.0},
 }
 
