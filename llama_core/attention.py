@@ -33,7 +33,8 @@ Which row serves::
       not all of it, CUDA, 16 bits  |  varlen                         gathered, varlen ulysses  no documents: refused
       not all of it, elsewhere      |  masked                         masked ring or ulysses    cache, for a window
       ... and a CPU trains          |  cpu masked (bf16, fp32)
-      with a soft cap, or with math |  all scores, masked scores      refused                   cache with all scores
+      with a soft cap or sinks,     |  all scores, masked scores      refused                   cache with all scores
+      or with math                  |
 
 A block calls its kernel on queries, keys, values and what the row is told. A cache stands before that: it gives the
 kernel the keys and values of earlier forwards too. The rows of the CPU stand in for ``causal`` and ``masked`` where a
@@ -50,7 +51,7 @@ from llama_core.errors import PlanError
 DocumentAttention = Literal["none", "mask", "varlen"]
 """What a kernel is told of what a query does not see before it: nothing, as it sees all; an additive mask; or where
 each document begins and how long the window is, with which it skips the other scores and holds no mask."""
-Trait = Literal["documents", "window", "soft cap"]
+Trait = Literal["documents", "window", "soft cap", "sinks"]
 """What causal attention over whole rows lacks."""
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 """The dtype of activations."""
@@ -74,6 +75,8 @@ class AttentionNeeds(NamedTuple):
     """Whether a row may hold several documents, which do not see each other."""
     soft_cap: float = 0.0
     """Scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
+    sinks: bool = False
+    """Whether each query head has a logit that joins the softmax's denominator and has no value."""
 
     @property
     def scale(self) -> float:
@@ -87,6 +90,7 @@ class AttentionNeeds(NamedTuple):
             "documents": self.documents,
             "window": self.window > 0,
             "soft cap": self.soft_cap > 0,
+            "sinks": self.sinks,
         }
         return frozenset(trait for trait, is_there in has.items() if is_there)
 
@@ -163,7 +167,7 @@ class Kernel:
 NONE: frozenset[Trait] = frozenset()
 WINDOW: frozenset[Trait] = frozenset({"window"})
 HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
-CAPPED: frozenset[Trait] = frozenset({"soft cap"})
+OF_SCORES: frozenset[Trait] = frozenset({"soft cap", "sinks"})
 SIXTEEN_BITS: frozenset[Dtype] = frozenset({"bf16", "fp16"})
 # backwards of our own, faster than torch's; in fp32 only because they skip keys that a mask hides
 CPU_CAUSAL = Kernel("cpu causal", NONE, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
@@ -177,11 +181,11 @@ MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
 ULYSSES = Kernel("ulysses", NONE, "none", "exchange")
 VARLEN_ULYSSES = Kernel("varlen ulysses", HIDDEN, "varlen", "exchange", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_ULYSSES = Kernel("masked ulysses", HIDDEN, "mask", "exchange")
-ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
-MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)
+ALL_SCORES = Kernel("all scores", OF_SCORES, "none", holds_scores=True)
+MASKED_SCORES = Kernel("masked scores", HIDDEN | OF_SCORES, "mask", holds_scores=True)
 # a cache continues one text in each row, so it knows no documents
 CACHE = Kernel("cache", WINDOW, "mask", "cache")
-SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | CAPPED, "mask", "cache", holds_scores=True)
+SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | OF_SCORES, "mask", "cache", holds_scores=True)
 KERNELS = (
     CPU_CAUSAL,
     CAUSAL,

@@ -48,6 +48,7 @@ VALUES = {
     "windowed_layers": ((), (0,)),
     "query_pre_attn_scalar": (0, 168),
     "attention_soft_cap": (0.0, 20.0),
+    "attention_sinks": (False, True),
     "activation": ("silu", "gelu_tanh"),
     "lora.method": tuple(ADAPTERS),
     "lora.lora_rank": (16, 64),
@@ -92,7 +93,7 @@ NEEDS = {
 """What a field has no effect without, or is refused without."""
 
 
-ONLY_SOME_PLANS = ("attention_soft_cap",)
+ONLY_SOME_PLANS = ("attention_soft_cap", "attention_sinks")
 """Traits with which some plans are refused, so that relatives under every plan lack them."""
 
 

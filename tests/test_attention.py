@@ -61,14 +61,15 @@ def test_a_run_has_the_first_kernel_that_serves_all_of_its_layers(run, names, ne
         assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is evaluating
 
 
+@pytest.mark.parametrize("of_scores", [{"soft_cap": 20.0}, {"sinks": True}, {"soft_cap": 20.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("run", [run for run in RUNS if run[3] == 1], ids=str)
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
-def test_a_soft_cap_is_served_by_the_kernels_that_hold_all_scores(run, needs):
+def test_a_soft_cap_and_sinks_are_served_by_the_kernels_that_hold_all_scores(run, needs, of_scores):
     device, dtype, asked, cp = run
-    capped = needs._replace(soft_cap=20.0)
-    kernel = chosen_kernel([needs, capped], device=device, dtype=dtype, asked=asked, cp=cp)
+    other = needs._replace(**of_scores)
+    kernel = chosen_kernel([needs, other], device=device, dtype=dtype, asked=asked, cp=cp)
     assert kernel.name == RUNS["cpu", "fp32", "math", 1][bool(needs.traits)]
-    assert kernel_told(capped, kernel.told, asked=asked) is kernel
+    assert kernel_told(other, kernel.told, asked=asked) is kernel
 
 
 def test_every_kernel_is_the_choice_of_some_run():
@@ -83,9 +84,9 @@ def test_what_stands_in_for_a_kernel_where_a_cpu_trains_is_to_planning_the_same(
 
 
 @pytest.mark.parametrize("needs", [PLAIN, NEEDS["window"]])
-@pytest.mark.parametrize("soft_cap", [0.0, 20.0])
-def test_a_cache_serves_windows_and_soft_caps(needs, soft_cap):
-    check_cached([PLAIN, needs._replace(soft_cap=soft_cap)])
+@pytest.mark.parametrize("of_scores", [{}, {"soft_cap": 20.0}, {"sinks": True}], ids=str)
+def test_a_cache_serves_windows_soft_caps_and_sinks(needs, of_scores):
+    check_cached([PLAIN, needs._replace(**of_scores)])
     assert all(kernel.is_cached for kernel in kernels_of("auto", cached=True))
 
 
@@ -111,14 +112,14 @@ def test_what_no_kernel_serves_is_refused_in_one_line():
 
 
 def test_a_need_that_no_row_names_is_refused_everywhere_and_blames_no_setting():
-    class Sinks(AttentionNeeds):
-        traits = frozenset({"sinks"})
+    class Biased(AttentionNeeds):
+        traits = frozenset({"bias by distance"})
 
-    needs = [Sinks(8, 4, 64)]
+    needs = [Biased(8, 4, 64)]
     for cp in (1, 2):
         assert refusal(needs, cp=cp).endswith(")")
     with pytest.raises(
-        PlanError, match=r"\Aattention with sinks has no kernel among those of cp=1 and attention=auto "
+        PlanError, match=r"\Aattention with bias by distance has no kernel among those of cp=1 and attention=auto "
     ):
         kernel_told(needs[0], "mask")
 

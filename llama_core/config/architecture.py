@@ -115,6 +115,8 @@ class ArchitectureConfig(Section):
     """Attention's scores are divided by the root of this, as in Gemma 3 27B; 0 for head_dim."""
     attention_soft_cap: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Cap on attention's scores, cap * tanh(scores / cap), as in Gemma 2; 0 for none."""
+    attention_sinks: bool | None = None
+    """Whether each head has a learned logit that takes a share of attention and has no value, as in GPT-OSS."""
     activation: Activation | None = None
     """What is made of a feed-forward's gate: silu (SwiGLU), or GELU by its tanh formula (GeGLU), as in Gemma."""
     norm_eps: float | None = Field(None, gt=0)

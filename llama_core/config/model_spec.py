@@ -71,7 +71,7 @@ class ModelSpec:
         |   q_norm, k_norm         qk_norm, qk_norm_width
         |   rotation               rope_theta, rope_scaling, windowed_rope_theta
         |   attention              sliding_window, windowed_layers, attention_soft_cap,
-        |                          query_pre_attn_scalar
+        |                          attention_sinks, query_pre_attn_scalar
         |   output projection      o_bias
         |   attention_post_norm    norms (post, both)
         |          |
@@ -140,6 +140,8 @@ class ModelSpec:
     """Attention's scores are products of queries and keys over the root of this; 0 for ``head_dim``."""
     attention_soft_cap: float = 0.0
     """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
+    attention_sinks: bool = False
+    """Whether each query head has a learned logit that joins the softmax's denominator and has no value."""
 
     # feed-forward
     activation: Activation = "silu"
@@ -290,6 +292,7 @@ class ModelSpec:
             self.head_dim,
             window=self.window(layer),
             soft_cap=self.attention_soft_cap,
+            sinks=self.attention_sinks,
         )
 
     @cached_property

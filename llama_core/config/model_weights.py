@@ -32,6 +32,8 @@ FINAL_NORM_WEIGHT = _norm("norm.weight", "model.norm.weight")
 HEAD_WEIGHT = Weight("output.weight", "lm_head.weight", ("vocab_size", "hidden_size"), "vocabulary")
 _ATTENTION = (
     _norm("attention_norm.weight", "input_layernorm.weight", only_with="norms_before"),
+    Weight("attention.sinks", "self_attn.sinks", ("num_heads",), "heads", "zeros", decayed=False,
+           only_with="attention_sinks"),
     Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
     _bias("attention.wq.bias", "self_attn.q_proj.bias", "q_size"),
     Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),

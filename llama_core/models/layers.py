@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
+from llama_core.attention import CAUSAL, MASKED, OF_SCORES, DocumentAttention, Kernel, kernel_told
 from llama_core.config.model_spec import Activation, ModelSpec
 from llama_core.config.rope import LinearScaling, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
@@ -359,10 +360,26 @@ def attend_with_all_scores(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask:
         return _attend_with_torch(q_BNSH, k_BKSH, v_BKSH, mask)
 
 
-def attend_with_capped_scores(
-    q_BNSH: Tensor, k_BKJH: Tensor, v_BKJH: Tensor, mask: Tensor | None, *, scale: float, soft_cap: float
+def attend_with_own_scores(
+    q_BNSH: Tensor,
+    k_BKJH: Tensor,
+    v_BKJH: Tensor,
+    mask: Tensor | None,
+    sinks_N: Tensor | None = None,
+    *,
+    scale: float,
+    soft_cap: float,
 ) -> Tensor:
-    """Return attention with ``cap * tanh(scores / cap)`` in place of its scores, all of them held, in fp32 or wider.
+    """Return attention with a soft cap on its scores or with sinks, all scores held, in fp32 or wider.
+
+    Args:
+        q_BNSH: queries.
+        k_BKJH: keys; K divides N.
+        v_BKJH: values.
+        mask: is added to the scores; None for a causal one.
+        sinks_N: see ``softmax_with_sinks``; None without sinks.
+        scale: makes scores of products.
+        soft_cap: scores become ``cap * tanh(scores / cap)``; 0 leaves them.
 
     Source: Gemma Team 2024, arXiv:2408.00118, section 2 (logit soft-capping).
     """
@@ -376,13 +393,66 @@ def attend_with_capped_scores(
         k_BNJH, v_BNJH = (_laid_out(x, wide) for x in (k_BKJH, v_BKJH))
     # one name for all, so that each is freed as soon as the next is there
     scores_BNSJ = q_BNSH @ k_BNJH.mT
-    scores_BNSJ = scores_BNSJ * (scale / soft_cap)
-    scores_BNSJ = torch.tanh(scores_BNSJ)
-    scores_BNSJ = scores_BNSJ * soft_cap
+    if soft_cap:
+        scores_BNSJ = scores_BNSJ * (scale / soft_cap)
+        scores_BNSJ = torch.tanh(scores_BNSJ)
+        scores_BNSJ = scores_BNSJ * soft_cap
+    else:
+        scores_BNSJ = scores_BNSJ * scale
     scores_BNSJ = scores_BNSJ + (_causal_mask(scores_BNSJ) if mask is None else mask)
-    scores_BNSJ = torch.softmax(scores_BNSJ, dim=-1)
+    if sinks_N is None:
+        scores_BNSJ = torch.softmax(scores_BNSJ, dim=-1)
+    else:
+        scores_BNSJ = softmax_with_sinks(scores_BNSJ, sinks_N.to(wide))
     out_BSNH = (scores_BNSJ @ v_BNJH).transpose(1, 2)
     return _laid_out(out_BSNH, dtype).transpose(1, 2)
+
+
+def softmax_with_sinks(scores_BNSJ: Tensor, sinks_N: Tensor) -> Tensor:
+    """Return the softmax of scores and one more logit, which every query of a head sees, without that logit's share.
+
+    Source: Xiao et al. 2023, arXiv:2309.17453, section 3.3 (sinks); OpenAI 2025, arXiv:2508.10925, section 2.3, where
+    the logit is learned.
+    """
+    weights_BNSJ: Tensor = _SoftmaxWithSinks.apply(scores_BNSJ, sinks_N)  # type: ignore[no-untyped-call]
+    return weights_BNSJ
+
+
+class _SoftmaxWithSinks(torch.autograd.Function):
+    """A softmax that leaves some of the weight to a sink; its backward is that of a softmax.
+
+    The weights are those without a sink times ``kept_by_keys``, and so is attention's result: a kernel that returns it
+    with the log-sum-exp of the scores needs no more, and its own backward is right for the product and the log-sum-exp
+    of scores and sink.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores_BNSJ: Tensor, sinks_N: Tensor) -> Tensor:
+        weights_BNSJ = torch.softmax(scores_BNSJ, dim=-1)
+        # the logarithm of a weight is its score less the log-sum-exp, which the largest tells best
+        lse_BNS1 = scores_BNSJ.amax(-1, keepdim=True).sub_(weights_BNSJ.amax(-1, keepdim=True).log_())
+        weights_BNSJ.mul_(kept_by_keys(lse_BNS1, sinks_N[:, None, None]))
+        ctx.save_for_backward(weights_BNSJ)
+        return weights_BNSJ
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BNSJ: Tensor) -> tuple[Tensor, Tensor]:
+        (weights_BNSJ,) = ctx.saved_tensors
+        dtype = weights_BNSJ.dtype
+        grad_scores_BNSJ = torch.ops.aten._softmax_backward_data(grad_BNSJ, weights_BNSJ, -1, dtype)
+        # as much more of all logits changes nothing, so the gradients of scores and sink are zero together
+        return grad_scores_BNSJ, -grad_scores_BNSJ.sum((0, 2, 3))
+
+
+def kept_by_keys(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the share of attention that a sink leaves: ``exp(lse - logaddexp(lse, sink))``.
+
+    Args:
+        lse: the log-sum-exp of a query's scores.
+        sinks: the logits of its head's sink.
+    """
+    return torch.sigmoid(lse - sinks)
 
 
 def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -426,6 +496,7 @@ class Attention(nn.Module):
         self.with_earlier: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
         if there are no earlier tokens."""
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if self.needs.sinks else None
         self.wq = Linear(spec.hidden_size, spec.q_size, bias=spec.qkv_bias)
         self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
@@ -437,10 +508,10 @@ class Attention(nn.Module):
         """Compute attention with a kernel of the table that serves this layer."""
         self.kernel = kernel
         """What serves this layer as it trains. A batch may tell it less: an evaluation may have no documents."""
-        self.attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor] = attend
-        """Computes attention from queries, keys, values and the model's mask."""
-        if kernel.holds_scores and self.needs.soft_cap:
-            self.attend = partial(attend_with_capped_scores, scale=self.needs.scale, soft_cap=self.needs.soft_cap)
+        self.attend: Callable[..., Tensor] = attend
+        """Computes attention from queries, keys, values, the model's mask and, if there are some, sinks."""
+        if kernel.holds_scores and not self.needs.traits.isdisjoint(OF_SCORES):
+            self.attend = partial(attend_with_own_scores, scale=self.needs.scale, soft_cap=self.needs.soft_cap)
         elif kernel.holds_scores:
             self.attend = attend_with_all_scores
 
@@ -459,7 +530,8 @@ class Attention(nn.Module):
         v_BKSH = v_BSKH.transpose(1, 2)
         if self.with_earlier is not None:
             k_BKSH, v_BKSH = self.with_earlier(k_BKSH, v_BKSH)
-        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, mask)
+        sinks = () if self.sinks is None else (local_part(self.sinks),)
+        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, mask, *sinks)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
 

@@ -41,13 +41,17 @@ def test_it_gives_the_same_loss_and_holds_all_scores(positions):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
-@pytest.mark.parametrize(("soft_cap", "attention"), [(0.0, "math"), (20.0, "auto")])
-def test_the_estimate_of_its_scores_matches_the_rehearsal(soft_cap, attention, device, precision, recompute):
+@pytest.mark.parametrize(
+    ("traits", "attention"),
+    [({}, "math"), ({"attention_soft_cap": 20.0}, "auto"), ({"attention_sinks": True}, "auto")],
+    ids=str,
+)
+def test_the_estimate_of_its_scores_matches_the_rehearsal(traits, attention, device, precision, recompute):
     sizes = {"hidden_size": 256, "num_layers": 4, "ffn_size": 512, "head_dim": 32, "vocab_size": 512}
     config = RunConfig.from_mapping(
         {
             "model": "llama3_8b",
-            "architecture": sizes | {"num_heads": 8, "num_kv_heads": 2, "attention_soft_cap": soft_cap},
+            "architecture": sizes | {"num_heads": 8, "num_kv_heads": 2} | traits,
             "training": {"batch_size": 1, "seq_len": 512, "precision": precision},
             "parallel": {"attention": attention, "recompute": recompute},
             "launch": {"device": device, "force": True},

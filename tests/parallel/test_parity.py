@@ -15,13 +15,13 @@ from document_kernel import DENSE, attention_per_document
 from parity import (
     ADAPTED,
     ADAPTED_RELATIVE,
-    CAPPED_RELATIVE,
     HYBRID,
     RELATIVE,
     SEQ_LEN,
     SPARSE,
     SPARSE_RELATIVE,
     TIED,
+    UNFUSED_RELATIVE,
     UNTIED,
     largest_differences,
     train,
@@ -257,8 +257,8 @@ def test_the_traits_of_relatives_match_one_process(spec, plan):
 @pytest.mark.parametrize(
     "plan", cases({name: plan for name, plan in RELATIVE_PLANS.items() if plan.cp == 1}, narrow={"tp2"})
 )
-def test_a_soft_cap_beside_the_traits_of_relatives_matches_one_process(plan):
-    differences = largest_differences(plan, spec=CAPPED_RELATIVE)
+def test_a_soft_cap_and_sinks_beside_the_traits_of_relatives_match_one_process(plan):
+    differences = largest_differences(plan, spec=UNFUSED_RELATIVE)
     assert max(differences.values()) < 1e-8, differences
 
 

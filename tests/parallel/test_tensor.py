@@ -11,10 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llama_core.config import model_weights
 from llama_core.models.llama import Llama
 from llama_core.parallel.tensor import apply_tensor_parallel
-from llama_core.weight_rows import Weight
 
 
 @pytest.fixture
@@ -38,20 +36,15 @@ def test_a_parameter_beside_a_matrix_without_a_row_is_refused_too(two_ranks):
 def test_a_weight_without_a_row_is_refused_when_the_model_is_divided(two_ranks):
     with torch.device("meta"):
         model = Llama(UNTIED)
-        model.layers["1"].attention.register_parameter("sinks", nn.Parameter(torch.zeros(UNTIED.num_heads)))
-    with pytest.raises(NotImplementedError, match=r"^layers\.1\.attention\.sinks is not divided: it has no row among"):
+        model.layers["1"].attention.register_parameter("slopes", nn.Parameter(torch.zeros(UNTIED.num_heads)))
+    with pytest.raises(NotImplementedError, match=r"^layers\.1\.attention\.slopes is not divided: it has no row among"):
         apply_tensor_parallel(model, two_ranks, sequence_parallel=True)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_weight_of_attention_itself_is_divided_as_the_heads_are(two_ranks, monkeypatch, sequence_parallel):
-    row = Weight("attention.sinks", "self_attn.sinks", ("num_heads",), "heads", "zeros", decayed=False)
-    monkeypatch.setattr(model_weights, "_ATTENTION", (*model_weights._ATTENTION, row))
-    monkeypatch.setitem(model_weights._IN_LAYERS, row.name, row)
+def test_a_weight_of_attention_itself_is_divided_as_the_heads_are(two_ranks, sequence_parallel):
     with torch.device("meta"):
-        model = Llama(replace(UNTIED, name="with sinks"))
-        for block in model.layers.values():
-            block.attention.register_parameter("sinks", nn.Parameter(torch.zeros(UNTIED.num_heads)))
+        model = Llama(replace(UNTIED, attention_sinks=True))
     apply_tensor_parallel(model, two_ranks, sequence_parallel=sequence_parallel)
     for block in model.layers.values():
         assert block.attention.sinks.placements == (Shard(0),)

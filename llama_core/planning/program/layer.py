@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Literal
 
+from llama_core.attention import OF_SCORES
 from llama_core.config.model_spec import LayerTraits
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
 from llama_core.config.models import ModelSpec
@@ -227,8 +228,8 @@ class Layer(ModelProgram):
 
     def attend(self, q: int, k: int, v: int) -> int:
         """Append softmax attention."""
-        if self.kernel.holds_scores and self.traits.attention.soft_cap:
-            return self.attend_with_capped_scores(q, k, v)
+        if self.kernel.holds_scores and not self.traits.attention.traits.isdisjoint(OF_SCORES):
+            return self.attend_with_own_scores(q, k, v)
         if self.kernel.holds_scores:
             return self.attend_with_all_scores(q, k, v)
         if self.kernel.moves == "exchange":
@@ -328,8 +329,9 @@ class Layer(ModelProgram):
         self.end(*held, q, k, v)
         return out
 
-    def attend_with_capped_scores(self, q: int, k: int, v: int) -> int:
-        """Append attention with a soft cap on its scores: in fp32, with as many key heads as query heads."""
+    def attend_with_own_scores(self, q: int, k: int, v: int) -> int:
+        """Append attention with a soft cap or sinks: in fp32, with as many key heads as query heads."""
+        needs = self.traits.attention
         seq_len = self.setting.seq_len
         wide = Size(self.sizes[q].elements, FP32_BYTES)
         scores = Size(self.tokens * seq_len * self.spec.num_heads // self.setting.tp, FP32_BYTES)
@@ -340,13 +342,23 @@ class Layer(ModelProgram):
             k, v = (self.lay_out(x, FP32_BYTES) for x in (k, v))
         q = self.lay_out(q, FP32_BYTES)
         scaled = self.result("scale", [self.result("product", [q, k], scores, scores=flops)], scores)
-        capped = self.result("scale", [self.result("tanh", [scaled], scores)], scores)
+        if needs.soft_cap:
+            scaled = self.result("scale", [self.result("tanh", [scaled], scores)], scores)
         hidden = [] if self.kernel.told == "mask" else [self.result("decide", [], Size(seq_len**2, FP32_BYTES))]
-        weights = self.result("softmax", [self.result("add", [capped, *hidden], scores)], scores)
+        masked = self.result("add", [scaled, *hidden], scores)
+        weights = self.softmax_with_sinks(masked) if needs.sinks else self.result("softmax", [masked], scores)
         out = self.result("product", [weights, v], wide, scores=flops)
         laid_out = self.lay_out(out, self.itemsize)
         self.end(q, k, v, weights, out)
         return laid_out
+
+    def softmax_with_sinks(self, scores: int) -> int:
+        """Append a softmax that leaves a share to the sink of each head."""
+        num_heads = self.spec.num_heads // self.setting.tp
+        sinks = self.cast(self.vector(num_heads, is_trained="sinks" in self.traits.trained), FP32_BYTES)
+        # of each query: the log-sum-exp, by how much it exceeds the sink, and the share that this leaves
+        held = BothWays(3 * num_heads * self.tokens * FP32_BYTES, 0)
+        return self.result("sink_softmax", [scores, sinks], self.sizes[scores], workspace=held)
 
     def lay_out(self, x: int, itemsize: int) -> int:
         """Copy a tensor into another order of its dims, and into another dtype if it has not that."""

@@ -36,6 +36,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys(get_args(Activation), ((0,),)),
     "gated": ((0, 1), (0,)),  # in one kernel, as compiled blocks have it
     "softmax": ((FIRST_OUTPUT,),),
+    "sink_softmax": ((FIRST_OUTPUT,), (FIRST_OUTPUT,)),
     "exp": ((FIRST_OUTPUT,),),
     "tanh": ((FIRST_OUTPUT,),),
     "log_sum_exp": ((0, FIRST_OUTPUT),),

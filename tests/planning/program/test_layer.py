@@ -137,6 +137,7 @@ FORGOTTEN_OF_MODEL = {
     "biases": {"qkv_bias": False},
     "the bias of the output projection": {"o_bias": False},
     "a soft cap": {"attention_soft_cap": 0.0},
+    "sinks": {"attention_sinks": False},
 }
 
 
