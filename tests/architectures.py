@@ -68,7 +68,7 @@ VALUES = {
     "moe.num_experts": (8, 4),
     "moe.experts_per_token": (2, 1),
     "moe.moe_layers": (None, (0,)),
-    "moe.gate_softmax": ("chosen", "all"),
+    "moe.gates": ("softmax_chosen", "softmax_all"),
     "moe.balance_loss_coefficient": (0.01, 0.0),
     "moe.z_loss_coefficient": (0.001, 0.0),
     "trainable": (

@@ -104,7 +104,7 @@ QWEN3 = ModelType("qwen3", always={"qk_norm": True}, sometimes=frozenset({"slidi
 QWEN3_MOE = ModelType(
     "qwen3_moe",
     always={"qk_norm": True, "moe": True},
-    sometimes=_SETTINGS_OF_EXPERTS | {"moe.gate_softmax", "sliding_window"},
+    sometimes=_SETTINGS_OF_EXPERTS | {"moe.gates", "sliding_window"},
     names={
         "feed_forward.router.weight": "mlp.gate.weight",
         "feed_forward.experts.w1.weight": "mlp.experts.{}.gate_proj.weight",

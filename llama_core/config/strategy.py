@@ -56,7 +56,7 @@ def not_a_strategy(name: object) -> str:
     return f"{which}; {name.lower()} is another thing, and not there yet"
 
 
-GateSoftmax = Literal["chosen", "all"]
+Gates = Literal["softmax_chosen", "softmax_all", "sigmoid"]
 
 AdapterName = Annotated[str, KnownName(ADAPTERS)]
 """The name of a kind of adapter."""
@@ -265,8 +265,9 @@ class MoE(_Strategy):
     """Experts that each token is routed to."""
     moe_layers: _Layers | None = None
     """Layers that have experts, counted from 0; a number n means every n-th layer, so n - 1 first; default: all."""
-    gate_softmax: GateSoftmax = "chosen"
-    """Softmax that makes the gates: over the chosen experts (as Mixtral's, they add up to 1), or over all experts."""
+    gates: Gates = "softmax_chosen"
+    """What makes gates of the router's logits: a softmax over the chosen experts (as Mixtral's, they add up to 1) or
+    over all of them, or the sigmoid of each (as Llama 4's)."""
     balance_loss_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss that spreads tokens evenly over experts, summed over layers; default: Switch Transformer's."""
     z_loss_coefficient: float = Field(0.001, ge=0)

@@ -150,7 +150,7 @@ class MixtureOfExperts(nn.Module):
 def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
     """Return the gates of each token's experts, [B, S, K], and these experts, int64."""
     best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
-    if moe.gate_softmax == "chosen":
+    if moe.gates == "softmax_chosen":
         return best_BSK.softmax(-1), chosen_BSK
     return logits_BSE.softmax(-1).gather(-1, chosen_BSK), chosen_BSK
 

@@ -50,7 +50,7 @@ OTHER = {
     "moe": {"moe": MoE()},
     "moe.num_experts": {"moe": MoE(num_experts=4)},
     "moe.experts_per_token": {"moe": MoE(experts_per_token=1)},
-    "moe.gate_softmax": {"moe": MoE(gate_softmax="all")},
+    "moe.gates": {"moe": MoE(gates="softmax_all")},
     "moe.balance_loss_coefficient": {"moe": MoE(balance_loss_coefficient=0.5)},
 }
 """Another value than a Llama's of each field, with what it needs."""

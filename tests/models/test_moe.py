@@ -51,7 +51,7 @@ def expert_by_expert(layer, x):
         logits = layer.router.weight @ token
         probabilities = logits.exp() / logits.exp().sum()
         chosen = sorted(range(moe.num_experts), key=lambda e: -logits[e])[: moe.experts_per_token]
-        total = sum(probabilities[e] for e in chosen) if moe.gate_softmax == "chosen" else 1
+        total = sum(probabilities[e] for e in chosen) if moe.gates == "softmax_chosen" else 1
         w1, w2, w3 = layer.experts.w1.weight, layer.experts.w2.weight, layer.experts.w3.weight
         rows.append(sum(probabilities[e] / total * (w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token))) for e in chosen))
     return torch.stack(rows).view_as(x)
@@ -81,10 +81,10 @@ def test_logits_are_those_of_mixtral():
     torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("gate_softmax", ["chosen", "all"])
+@pytest.mark.parametrize("gates", ["softmax_chosen", "softmax_all"])
 @pytest.mark.parametrize("experts_per_token", [1, 2, 4])
-def test_output_and_gradients_are_those_of_the_experts_one_token_at_a_time(gate_softmax, experts_per_token):
-    layer = mixture(gate_softmax=gate_softmax, experts_per_token=experts_per_token)
+def test_output_and_gradients_are_those_of_the_experts_one_token_at_a_time(gates, experts_per_token):
+    layer = mixture(gates=gates, experts_per_token=experts_per_token)
     x, upstream = stream().requires_grad_(), stream(seed=3)
     inputs = (x, *layer.parameters())
     ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (layer(x), expert_by_expert(layer, x)))

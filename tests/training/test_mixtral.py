@@ -115,7 +115,7 @@ def test_a_run_begins_with_the_experts_of_another(run):
     ("moe", "complaint"),
     [
         ({"moe_layers": 2}, r"no model there has moe.moe_layers=2\Z"),
-        ({"gate_softmax": "all"}, r"MixtralForCausalLM is the nearest there, and has no moe.gate_softmax=all\Z"),
+        ({"gates": "softmax_all"}, r"MixtralForCausalLM is the nearest there, and has no moe.gates=softmax_all\Z"),
     ],
 )
 def test_what_mixtral_cannot_describe_is_not_exported(tmp_path, moe, complaint):

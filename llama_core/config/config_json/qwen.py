@@ -116,7 +116,7 @@ class Qwen3MoeJson(_QwenJson):
             num_experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
             # the chosen gates are divided by their sum, which equals a softmax over them alone
-            gate_softmax="chosen" if self.norm_topk_prob else "all",
+            gates="softmax_chosen" if self.norm_topk_prob else "softmax_all",
             balance_loss_coefficient=balance_loss_coefficient(
                 self.router_aux_loss_coef,
                 experts_per_token=self.num_experts_per_tok,
@@ -145,7 +145,7 @@ class Qwen3MoeJson(_QwenJson):
             "moe_intermediate_size": spec.ffn_size,
             "num_experts": spec.moe.num_experts,
             "num_experts_per_tok": spec.moe.experts_per_token,
-            "norm_topk_prob": spec.moe.gate_softmax == "chosen",
+            "norm_topk_prob": spec.moe.gates == "softmax_chosen",
             "router_aux_loss_coef": router_aux_loss_coef(spec),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],

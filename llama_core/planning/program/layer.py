@@ -126,7 +126,7 @@ class Layer(ModelProgram):
     def choose_experts(self, logits: int, copies: int, moe: MoE) -> tuple[int, int]:
         """Return the experts of every token, and their gates."""
         size = Size(copies, FP32_BYTES)
-        if moe.gate_softmax == "chosen":
+        if moe.gates == "softmax_chosen":
             best, chosen = self.add_operation("top", [logits], size, Size(copies, INT64_BYTES))
             return chosen, self.result("softmax", [best], size)
         _, chosen = self.add_operation("decide", [logits], size, Size(copies, INT64_BYTES))
