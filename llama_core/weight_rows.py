@@ -53,3 +53,13 @@ class Weight:
     """Whether it is subject to weight decay."""
     only_with: str | None = None
     """The attribute of ``ModelSpec`` that is true of a model with this weight; None if all models have it."""
+
+    @property
+    def is_of_each_expert(self) -> bool:
+        """Whether it has a part for each expert."""
+        return "{}" in self.stored_name
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert; otherwise it is a vector."""
+        return len(self.shape) - self.is_of_each_expert == 2

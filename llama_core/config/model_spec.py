@@ -356,10 +356,10 @@ class ModelSpec:
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
         """Columns and rows of each matrix of a dense layer, by Hugging Face's names."""
         shapes: dict[str, tuple[int, int]] = {}
-        for weight in self._weights_of_layer(sparse=False):
-            match self.shape_of(weight):
-                case rows, columns:
-                    shapes[weight.stored_name.split(".")[-2]] = (columns, rows)
+        for weight in self.weights_of_layer(sparse=False):
+            if weight.is_matrix:
+                rows, columns = self.shape_of(weight)
+                shapes[weight.stored_name.split(".")[-2]] = (columns, rows)
         return shapes
 
     @property
@@ -388,13 +388,13 @@ class ModelSpec:
         """Yield every weight with its whole name, without adapters or a tied head, in order."""
         yield EMBEDDING_WEIGHT.name, EMBEDDING_WEIGHT
         for layer in range(self.num_layers):
-            for weight in self._weights_of_layer(sparse=self.has_experts(layer)):
+            for weight in self.weights_of_layer(sparse=self.has_experts(layer)):
                 yield f"layers.{layer}.{weight.name}", weight
         yield FINAL_NORM_WEIGHT.name, FINAL_NORM_WEIGHT
         if not self.tied_embeddings:
             yield HEAD_WEIGHT.name, HEAD_WEIGHT
 
-    def _weights_of_layer(self, *, sparse: bool) -> list[Weight]:
+    def weights_of_layer(self, *, sparse: bool) -> list[Weight]:
         """Return the weights of a layer with experts, or of a dense one, in the model's order."""
         rows = rows_of_layer(sparse=sparse)
         return [row for row in rows if row.only_with is None or getattr(self, row.only_with)]
@@ -450,8 +450,7 @@ class ModelSpec:
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token uses: all except the experts that it is not routed to."""
-        idle = self.moe.num_experts - self.moe.experts_per_token if self.moe else 0
-        return self.num_parameters - self.num_sparse_layers * idle * self.expert_parameters
+        return self.num_parameters - self.num_sparse_layers * self.idle_parameters
 
     @cached_property
     def num_adapter_parameters(self) -> int:
@@ -466,12 +465,20 @@ class ModelSpec:
     @cached_property
     def layer_parameters(self) -> int:
         """All parameters of one dense layer, without adapters."""
-        return sum(math.prod(self.shape_of(weight)) for weight in self._weights_of_layer(sparse=False))
+        return sum(math.prod(self.shape_of(weight)) for weight in self.weights_of_layer(sparse=False))
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Parameters of one feed-forward: that of a dense layer, or one expert."""
-        return 3 * self.hidden_size * self.ffn_size
+        """Parameters of one expert; 0 without experts."""
+        if self.moe is None:
+            return 0
+        of_experts = [weight for weight in self.weights_of_layer(sparse=True) if weight.is_of_each_expert]
+        return sum(math.prod(self.shape_of(weight)) for weight in of_experts) // self.num_experts
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts of a layer that a token is not routed to."""
+        return (self.num_experts - self.moe.experts_per_token) * self.expert_parameters if self.moe else 0
 
 
 def _by_layer(names: frozenset[str], num_layers: int) -> list[frozenset[str]]:

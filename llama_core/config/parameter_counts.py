@@ -7,7 +7,7 @@ import math
 from functools import lru_cache
 
 from llama_core.config.model_spec import ModelSpec
-from llama_core.config.model_weights import is_on_embedding, layer_of
+from llama_core.config.model_weights import is_on_embedding, layer_of, weight_of
 from llama_core.optimizers.traits import Trained
 from llama_core.units import format_count
 
@@ -36,11 +36,10 @@ def num_parameters_of(spec: ModelSpec, layers: range) -> int:
 
 def active_parameters(spec: ModelSpec, layer: int) -> int:
     """Return the parameters of a layer that one token uses, without adapters."""
-    if spec.moe is None or not spec.has_experts(layer):
+    if not spec.has_experts(layer):
         return spec.layer_parameters
-    router = spec.hidden_size * spec.moe.num_experts
-    # a dense layer has one feed-forward, which stands for the first of the token's experts
-    return spec.layer_parameters + router + (spec.moe.experts_per_token - 1) * spec.expert_parameters
+    held = sum(math.prod(spec.shape_of(weight)) for weight in spec.weights_of_layer(sparse=True))
+    return held - spec.idle_parameters
 
 
 def num_trained_in_full(spec: ModelSpec) -> int:
@@ -71,7 +70,7 @@ def trained_matrices(spec: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...]
     for name, shape in (spec.parameter_shapes | spec.adapter_shapes).items():
         layer = layer_of(name)
         is_trained = name in spec.trained_in_full or name in spec.adapter_shapes
-        if is_trained and layer is not None and len(shape) > 1:
+        if is_trained and layer is not None and weight_of(name).is_matrix:
             of_layers[layer].append(shape)
     return tuple(map(tuple, of_layers))
 

@@ -18,7 +18,7 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
     tables = [0] * num_stages
     tables[0] += spec.embedding_parameters
     tables[-1] += spec.embedding_parameters
-    starts = _starts_for_equal_layers(spec.num_layers, spec.layer_parameters, tables)
+    starts = _starts_for_equal_layers(spec.num_layers, active_parameters(spec, 0), tables)
     if spec.num_sparse_layers not in {0, spec.num_layers}:
         sizes = [active_parameters(spec, layer) for layer in range(spec.num_layers)]
         _even_out(starts, sizes, tables)

@@ -8,9 +8,9 @@ import math
 from functools import lru_cache
 
 from llama_core.config.model_spec import ModelSpec
-from llama_core.config.model_weights import is_look_up
-from llama_core.config.strategy import FEED_FORWARD_MATRICES
+from llama_core.config.model_weights import is_look_up, layer_of, weight_of
 from llama_core.config.trained_ends import trains_head
+from llama_core.weight_rows import Weight
 
 
 def matmul_flops_per_token(spec: ModelSpec) -> int:
@@ -34,17 +34,31 @@ def num_matmul_parameters(spec: ModelSpec) -> int:
     The embedding is a look-up and does not count. The router counts, and the experts that a token
     is routed to. Adapters do not: see ``matmul_flops_per_token``.
     """
-    dense = spec.num_layers * layer_matmul_parameters(spec) + spec.embedding_parameters
-    if spec.moe is None:
-        return dense
-    # a dense layer has one feed-forward, which stands for the first of the token's experts
-    other_experts = (spec.moe.experts_per_token - 1) * spec.expert_parameters
-    return dense + spec.num_sparse_layers * (other_experts + _router_parameters(spec))
+    num_dense = spec.num_layers - spec.num_sparse_layers
+    total = spec.embedding_parameters + num_dense * layer_matmul_parameters(spec)
+    if spec.num_sparse_layers:
+        total += spec.num_sparse_layers * layer_matmul_parameters(spec, sparse=True)
+    return total
 
 
-def layer_matmul_parameters(spec: ModelSpec) -> int:
-    """Return the parameters of the matrices of one dense layer: attention and feed-forward."""
-    return sum(map(math.prod, spec.matrix_shapes.values()))
+def layer_matmul_parameters(spec: ModelSpec, *, sparse: bool = False) -> int:
+    """Return the parameters of the matrices of one layer that a token is multiplied with.
+
+    Args:
+        spec: the architecture.
+        sparse: of a layer with experts, instead of a dense one.
+    """
+    return sum(_matmul_parameters(spec, weight) for weight in spec.weights_of_layer(sparse=sparse))
+
+
+def _matmul_parameters(spec: ModelSpec, weight: Weight) -> int:
+    """Return the parameters of a weight that a token is multiplied with: of experts, those of the token's own."""
+    if not weight.is_matrix:
+        return 0
+    held = math.prod(spec.shape_of(weight))
+    if spec.moe is None or not weight.is_of_each_expert:
+        return held
+    return held // spec.moe.num_experts * spec.moe.experts_per_token
 
 
 @lru_cache(maxsize=64)  # the plans of a search share a model
@@ -57,21 +71,13 @@ def _adapter_matmul_parameters(spec: ModelSpec) -> int:
     return total
 
 
+@lru_cache(maxsize=64)
 def _trained_matmul_parameters(spec: ModelSpec) -> int:
     """Return those of ``num_matmul_parameters`` that are trained in full."""
     if spec.lora is None:
         return num_matmul_parameters(spec)
     total = spec.embedding_parameters if trains_head(spec) else 0
-    for layer in spec.layers:
-        copies = spec.moe.experts_per_token if spec.moe and layer.sparse else 1
-        for matrix in layer.trained.intersection(spec.matrix_shapes):
-            is_of_feed_forward = matrix in FEED_FORWARD_MATRICES
-            total += math.prod(spec.matrix_shapes[matrix]) * (copies if is_of_feed_forward else 1)
-        if layer.sparse:
-            total += _router_parameters(spec)
+    for name in spec.trained_in_full:
+        if layer_of(name) is not None:
+            total += _matmul_parameters(spec, weight_of(name))
     return total
-
-
-def _router_parameters(spec: ModelSpec) -> int:
-    """Return the parameters of the router of a layer with experts."""
-    return spec.hidden_size * spec.num_experts
