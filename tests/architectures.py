@@ -66,6 +66,7 @@ VALUES = {
         MATRICES,
     ),
     "moe.num_experts": (8, 4),
+    "moe.expert_size": (0, 768),
     "moe.experts_per_token": (2, 1),
     "moe.moe_layers": (None, (0,)),
     "moe.gates": ("softmax_chosen", "softmax_all"),

@@ -42,7 +42,7 @@ UNTIED = replace(
 TIED = replace(UNTIED, tied_embeddings=True)
 SPARSE = replace(
     UNTIED,
-    moe=MoE(num_experts=4, moe_layers=2, balance_loss_coefficient=0.5, z_loss_coefficient=0.05),
+    moe=MoE(num_experts=4, expert_size=24, moe_layers=2, balance_loss_coefficient=0.5, z_loss_coefficient=0.05),
 )
 ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
 RELATIVE, OTHER_RELATIVE = (

@@ -248,13 +248,18 @@ class ModelSpec:
         return self.moe.num_experts if self.moe else 1
 
     @property
+    def expert_size(self) -> int:
+        """Width of an expert, if there are some."""
+        return (self.moe.expert_size if self.moe else 0) or self.ffn_size
+
+    @property
     def divided_by_tp(self) -> dict[str, int]:
         """The counts that tensor-parallel ranks must divide evenly, by what they count."""
-        counts = {
-            "key/value heads": self.num_kv_heads,
-            "feed-forward columns": self.ffn_size,
-            "tokens of the vocabulary": self.vocab_size,
-        }
+        counts = {"key/value heads": self.num_kv_heads, "tokens of the vocabulary": self.vocab_size}
+        widths = {self.ffn_size: "feed-forward columns"} if self.num_sparse_layers < self.num_layers else {}
+        if self.moe:
+            widths.setdefault(self.expert_size, "columns of an expert")
+        counts |= {what: width for width, what in widths.items()}
         if self.packed:
             # the inputs of these two are divided: a rank has a part of each row, in whole blocks
             counts["blocks of NF4 in a row of o_proj"] = self.q_size // nf4.BLOCK

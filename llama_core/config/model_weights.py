@@ -57,11 +57,11 @@ _FEED_FORWARD = (
 _MIXTURE = (
     Weight("feed_forward.router.weight", "block_sparse_moe.gate.weight", ("num_experts", "hidden_size"), "router"),
     Weight("feed_forward.experts.w1.weight", "block_sparse_moe.experts.{}.w1.weight",
-           ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+           ("num_experts", "expert_size", "hidden_size"), "outputs"),
     Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight",
-           ("num_experts", "hidden_size", "ffn_size"), "inputs", "residual"),
+           ("num_experts", "hidden_size", "expert_size"), "inputs", "residual"),
     Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight",
-           ("num_experts", "ffn_size", "hidden_size"), "outputs"),
+           ("num_experts", "expert_size", "hidden_size"), "outputs"),
 )
 _AFTER_FEED_FORWARD = (
     _norm("ffn_post_norm.weight", "post_mlp_layernorm.weight", only_with="norms_after"),

@@ -260,7 +260,9 @@ class MoE(_Strategy):
     """
 
     num_experts: int = Field(8, ge=1)
-    """Experts per layer, each a feed-forward as wide as the model's."""
+    """Experts per layer, each a feed-forward."""
+    expert_size: int = Field(0, ge=0)
+    """Width of each; 0 for that of a dense layer's feed-forward, architecture.ffn_size."""
     experts_per_token: int = Field(2, ge=1)
     """Experts that each token is routed to."""
     moe_layers: _Layers | None = None
@@ -290,6 +292,19 @@ class MoE(_Strategy):
         if isinstance(self.moe_layers, int):
             return (layer + 1) % self.moe_layers == 0
         return self.moe_layers is None or layer in self.moe_layers
+
+    def with_widths(self, expert_size: int) -> Self:
+        """Return the same experts in another width, if they have one of their own."""
+        return self.model_copy(update={"expert_size": expert_size if self.expert_size else 0})
+
+    def no_copies(self, ffn_size: int) -> str:
+        """Return why experts cannot begin as copies of a dense layer's feed-forward; empty if they can."""
+        if self.expert_size not in {0, ffn_size}:
+            return (
+                f"experts of moe.expert_size={self.expert_size} cannot begin as copies of feed-forwards of "
+                f"{ffn_size} columns; set moe.expert_size=0, or begin with weights of a mixture"
+            )
+        return ""
 
     def misfits(self, name: str, num_layers: int) -> Iterator[str]:
         """Yield a sentence for each reason why a model of ``num_layers`` layers cannot have these experts."""

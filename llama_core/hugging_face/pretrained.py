@@ -229,8 +229,12 @@ def _check_architecture(spec: ModelSpec, source_spec: ModelSpec, source: Path) -
 
 
 def _as_dense_as(source_spec: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
-    """Return ``spec``, without experts if the weights it starts from have none."""
-    return replace(spec, moe=None) if source_spec is not None and source_spec.moe is None else spec
+    """Return ``spec``, without experts if the weights it starts from have none, of which these are copies."""
+    if spec.moe is None or source_spec is None or source_spec.moe is not None:
+        return spec
+    if refused := spec.moe.no_copies(spec.ffn_size):
+        raise WeightsError(refused)
+    return replace(spec, moe=None)
 
 
 def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:

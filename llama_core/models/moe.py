@@ -81,9 +81,9 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, num_experts: int) -> None:
         super().__init__()
         self.activation = spec.activation
-        self.w1 = ExpertLinear(num_experts, spec.hidden_size, spec.ffn_size)
-        self.w2 = ExpertLinear(num_experts, spec.ffn_size, spec.hidden_size)
-        self.w3 = ExpertLinear(num_experts, spec.hidden_size, spec.ffn_size)
+        self.w1 = ExpertLinear(num_experts, spec.hidden_size, spec.expert_size)
+        self.w2 = ExpertLinear(num_experts, spec.expert_size, spec.hidden_size)
+        self.w3 = ExpertLinear(num_experts, spec.hidden_size, spec.expert_size)
 
     def forward(self, x_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Return the output of each token's expert, [R, D]; the tokens are sorted by expert."""

@@ -171,13 +171,15 @@ def record_calls(config: RunConfig, plan: ParallelPlan, rank: int, *, in_full: b
 
 def small_spec(spec: ModelSpec, plan: ParallelPlan, *, layers_per_stage: int) -> ModelSpec:
     """Return the architecture of ``spec`` in sizes that ``plan`` divides, but whose rows it does not shard evenly."""
+    few = spec.with_few_layers(layers_per_stage * plan.num_stages)
     return replace(
-        spec.with_few_layers(layers_per_stage * plan.num_stages),
+        few,
         hidden_size=33,
         num_heads=2 * plan.ranks_of_heads,
         num_kv_heads=plan.ranks_of_heads,
         head_dim=8,
         ffn_size=35 * plan.tp,
+        moe=few.moe and few.moe.with_widths(39 * plan.tp),
         vocab_size=37 * plan.tp,
         lora=spec.lora and spec.lora.model_copy(update=dict.fromkeys(spec.lora.kind.sizes, 3)),
     )

@@ -19,6 +19,7 @@ SPEC = ModelSpec("out", "llama", 64, 2, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 256)
 FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in MoE.model_fields}
 NOT_YET = {
     "moe.moe_layers": {"moe": MoE(moe_layers=2)},
+    "moe.expert_size": {"moe": MoE(expert_size=48)},
     "attention_soft_cap": {"attention_soft_cap": 30.0},
     "attention_sinks": {"attention_sinks": True},
     "o_bias": {"o_bias": True},

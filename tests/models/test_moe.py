@@ -81,10 +81,17 @@ def test_logits_are_those_of_mixtral():
     torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("gates", ["softmax_chosen", "softmax_all"])
+TRAITS = {
+    "none": {},
+    "a softmax over all": {"gates": "softmax_all"},
+    "narrow experts": {"expert_size": 24},
+}
+
+
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
 @pytest.mark.parametrize("experts_per_token", [1, 2, 4])
-def test_output_and_gradients_are_those_of_the_experts_one_token_at_a_time(gates, experts_per_token):
-    layer = mixture(gates=gates, experts_per_token=experts_per_token)
+def test_output_and_gradients_are_those_of_the_experts_one_token_at_a_time(traits, experts_per_token):
+    layer = mixture(**traits, experts_per_token=experts_per_token)
     x, upstream = stream().requires_grad_(), stream(seed=3)
     inputs = (x, *layer.parameters())
     ours, theirs = (torch.autograd.grad(out, inputs, upstream) for out in (layer(x), expert_by_expert(layer, x)))
@@ -203,8 +210,9 @@ def test_balanced_tokens_have_the_least_balance_loss_and_equal_logits_the_larges
 
 
 @pytest.mark.parametrize(("moe_layers", "sparse"), [(None, [0, 1, 2]), ((1,), [1]), (2, [1]), (3, [2])])
-def test_only_the_layers_asked_for_have_experts(moe_layers, sparse):
-    spec = with_moe(moe_layers=moe_layers)
+@pytest.mark.parametrize("traits", TRAITS.values(), ids=TRAITS)
+def test_only_the_layers_asked_for_have_experts(moe_layers, sparse, traits):
+    spec = with_moe(moe_layers=moe_layers, **traits)
     with torch.device("meta"):
         model = Llama(spec)
     kinds = [type(block.feed_forward) for block in model.layers.values()]

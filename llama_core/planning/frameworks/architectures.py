@@ -130,6 +130,12 @@ class Architecture:
 
 def from_spec(spec: ModelSpec) -> Architecture:
     """Return the shape of a registered variant."""
+    experts = None
+    if spec.moe:
+        num_dense_layers = spec.num_layers - spec.num_sparse_layers
+        experts = RoutedExperts(
+            spec.moe.num_experts, spec.moe.experts_per_token, spec.expert_size, num_dense_layers=num_dense_layers
+        )
     return Architecture(
         spec.hidden_size,
         spec.num_layers,
@@ -142,6 +148,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         num_norms=2 * (spec.norms_before + spec.norms_after),
         norms_queries=spec.qk_norm,
         qk_norm_width=spec.qk_norm_width,
+        experts=experts,
     )
 
 

@@ -191,13 +191,14 @@ class Layer(ModelProgram):
 
     def expert_linear(self, x: int, name: str, moe: MoE) -> int:
         """Multiply every row by the matrix of its expert."""
-        columns, rows = self.local_shape(name)
+        inner = self.spec.expert_size // self.setting.tp
         num_experts = moe.num_experts // self.setting.ep
-        weight = self.matrix(name, num_experts * columns * rows)
+        weight = self.matrix(name, num_experts * self.spec.hidden_size * inner)
         self.of_experts.add(weight)
         if weight not in self.copied and not self.casts(weight, x):
             self.transposed.add(weight)
-        out = self.product(x, weight, rows, groups=num_experts)
+        outputs = self.spec.hidden_size if name == "down_proj" else inner
+        out = self.product(x, weight, outputs, groups=num_experts)
         if name in COSTLY:
             self.costly.add(out)
         return out
