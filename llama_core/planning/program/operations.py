@@ -72,6 +72,7 @@ SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {
     "add_bias": (0,),
     "add_product": (0,),
     "sum": (0,),
+    "reduce": (0,),  # expanded
     "arrange": (0,),
 }
 """The inputs of an operation whose gradient is that of the output itself, in the same memory."""
