@@ -69,7 +69,7 @@ VALUES = {
     "moe.expert_size": (0, 768),
     "moe.experts_per_token": (2, 1),
     "moe.moe_layers": (None, (0,)),
-    "moe.gates": ("softmax_chosen", "softmax_all"),
+    "moe.gates": ("softmax_chosen", "softmax_all", "sigmoid"),
     "moe.balance_loss_coefficient": (0.01, 0.0),
     "moe.z_loss_coefficient": (0.001, 0.0),
     "trainable": (

@@ -62,6 +62,11 @@ ADAPTED_RELATIVE = replace(
 UNFUSED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5, attention_sinks=True)
 """One whose attention only some kernels compute."""
 SPARSE_RELATIVE = replace(OTHER_RELATIVE, moe=MoE(num_experts=4, gates="softmax_all"))
+OTHER_SPARSE = replace(
+    UNTIED,
+    moe=SPARSE.moe.model_copy(update={"gates": "sigmoid"}),
+)
+"""Experts with other values of their traits."""
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
 PRINCIPAL = replace(UNTIED, lora=LoRA(lora_rank=4, rslora=True, initial_values="pissa", target_modules=MATRICES))
 PACKED = replace(

@@ -71,6 +71,8 @@ class ModelType:
     """The traits that all of them have, with their values; ``moe`` is True."""
     sometimes: frozenset[str] = frozenset()
     """The traits that some of them have, which their configuration states."""
+    values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """The values of some of these that it can state, if not any."""
     names: Mapping[str, str] = field(default_factory=dict)
     """What its files call a weight, by our name in a layer, if not as its row does (``Weight.stored_name``)."""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -89,9 +91,12 @@ class ModelType:
 
     def lacking(self, traits: Mapping[str, Any]) -> frozenset[str]:
         """Return those of a model's traits that the configuration of these models does not state."""
-        return frozenset(
-            trait for trait, value in traits.items() if trait not in self.sometimes and self.always.get(trait) != value
-        )
+        return frozenset(trait for trait, value in traits.items() if not self._states(trait, value))
+
+    def _states(self, trait: str, value: Any) -> bool:
+        if trait in self.sometimes:
+            return value in self.values.get(trait, (value,))
+        return bool(self.always.get(trait) == value)
 
 
 _SETTINGS_OF_EXPERTS = frozenset({"moe.num_experts", "moe.experts_per_token", "moe.balance_loss_coefficient"})
@@ -105,6 +110,7 @@ QWEN3_MOE = ModelType(
     "qwen3_moe",
     always={"qk_norm": True, "moe": True},
     sometimes=_SETTINGS_OF_EXPERTS | {"moe.gates", "sliding_window"},
+    values={"moe.gates": ("softmax_all",)},
     names={
         "feed_forward.router.weight": "mlp.gate.weight",
         "feed_forward.experts.w1.weight": "mlp.experts.{}.gate_proj.weight",

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import MoE
+from llama_core.config.strategy import Gates, MoE
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import grouped_product
 from llama_core.models.layers import KEPT, FeedForward, Linear, gated, local_part
@@ -136,7 +137,7 @@ class MixtureOfExperts(nn.Module):
         """Return the gates, whose backward adds the gradients of the auxiliary losses; record the statistics."""
         moe = self.moe
         whole_BE = self.count_rows(held_BE)
-        sums = token_sums(logits_BSE, whole_BE)
+        sums = token_sums(logits_BSE, whole_BE, moe.gates)
         tokens_B = whole_BE.sum(1) / moe.experts_per_token
         balance_loss, z_loss = ((sums_B / tokens_B).sum() for sums_B in sums[:2])
         loss = moe.balance_loss_coefficient * balance_loss + moe.z_loss_coefficient * z_loss
@@ -152,21 +153,31 @@ def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
     best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
     if moe.gates == "softmax_chosen":
         return best_BSK.softmax(-1), chosen_BSK
+    if moe.gates == "sigmoid":
+        return best_BSK.sigmoid(), chosen_BSK
     return logits_BSE.softmax(-1).gather(-1, chosen_BSK), chosen_BSK
 
 
-def token_sums(logits_BSE: Tensor, tokens_BE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def token_sums(logits_BSE: Tensor, tokens_BE: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
     """Return three sums over the tokens of each row, [B]: of the balance loss, the z-loss, and the router's entropy.
 
     The balance loss of a row is ``E * sum(share * mean probability)`` over the experts. It is 1 if all experts get
     equally many tokens, and E if one gets all of them. The z-loss is the mean square of the logits' log-sum-exp.
+    Probabilities are a softmax of the logits or, of gates that are sigmoids, all sigmoids over their sum.
 
     Args:
         logits_BSE: the router's logits, for all tokens of each row or for a part of them.
         tokens_BE: the number of tokens of each expert, in whole rows.
+        gates: what makes gates of the logits.
+
+    Source: DeepSeek-AI 2024, arXiv:2412.19437, equations 17 to 20, for sigmoids.
     """
     log_sum_exp_BS1 = logits_BSE.logsumexp(-1, keepdim=True)
-    log_probabilities_BSE = logits_BSE - log_sum_exp_BS1
+    if gates == "sigmoid":
+        log_sigmoids_BSE = -F.softplus(-logits_BSE)
+        log_probabilities_BSE = log_sigmoids_BSE - log_sigmoids_BSE.logsumexp(-1, keepdim=True)
+    else:
+        log_probabilities_BSE = logits_BSE - log_sum_exp_BS1
     probabilities_BSE = log_probabilities_BSE.exp()
     shares_BE = tokens_BE / tokens_BE.sum(1, keepdim=True)
     balance_B = logits_BSE.shape[-1] * (shares_BE * probabilities_BSE.sum(1)).sum(-1)

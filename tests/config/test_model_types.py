@@ -136,6 +136,12 @@ def test_a_trait_that_no_type_states_yet_keeps_a_model_from_being_exported(trait
     assert f"no model there has {trait}=" in refusal(replace(SPEC, **NOT_YET[trait]))
 
 
+def test_a_type_that_states_a_trait_is_not_taken_for_another_value_than_it_can_state():
+    mixture = replace(SPEC, qk_norm=True, moe=MoE(gates="softmax_all"))
+    assert config_json(mixture)["model_type"] == "qwen3_moe"
+    assert "moe.gates=sigmoid" in refusal(replace(mixture, moe=MoE(gates="sigmoid")))
+
+
 @dataclass(frozen=True)
 class NewerSpec(ModelSpec):
     """A model with two fields that no table knows."""

@@ -47,13 +47,20 @@ def stream(dtype=torch.float64, rows=2, seed=2):
 def expert_by_expert(layer, x):
     """Return what a mixture computes, token by token; the gates are softmaxes as the papers write them."""
     moe, rows = layer.moe, []
+    w1, w2, w3 = layer.experts.w1.weight, layer.experts.w2.weight, layer.experts.w3.weight
     for token in x.flatten(0, 1):
         logits = layer.router.weight @ token
-        probabilities = logits.exp() / logits.exp().sum()
         chosen = sorted(range(moe.num_experts), key=lambda e: -logits[e])[: moe.experts_per_token]
-        total = sum(probabilities[e] for e in chosen) if moe.gates == "softmax_chosen" else 1
-        w1, w2, w3 = layer.experts.w1.weight, layer.experts.w2.weight, layer.experts.w3.weight
-        rows.append(sum(probabilities[e] / total * (w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token))) for e in chosen))
+        everything = logits.exp().sum()
+        gates = {
+            "softmax_chosen": [logits[e].exp() / logits[chosen].exp().sum() for e in chosen],
+            "softmax_all": [logits[e].exp() / everything for e in chosen],
+            "sigmoid": [1 / (1 + (-logits[e]).exp()) for e in chosen],
+        }[moe.gates]
+        row = 0
+        for gate, e in zip(gates, chosen, strict=True):
+            row = row + gate * (w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token)))
+        rows.append(row)
     return torch.stack(rows).view_as(x)
 
 
@@ -84,6 +91,7 @@ def test_logits_are_those_of_mixtral():
 TRAITS = {
     "none": {},
     "a softmax over all": {"gates": "softmax_all"},
+    "sigmoids": {"gates": "sigmoid"},
     "narrow experts": {"expert_size": 24},
 }
 
@@ -130,6 +138,8 @@ def auxiliary_loss(layer, x):
     for row in x:
         logits = row @ layer.router.weight.T
         probabilities = logits.softmax(-1)
+        if moe.gates == "sigmoid":
+            probabilities = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
         chosen = F.one_hot(logits.topk(moe.experts_per_token).indices, moe.num_experts).sum(1)
         fractions = chosen.double().mean(0) / moe.experts_per_token
         balance = moe.num_experts * (fractions * probabilities.mean(0)).sum()
@@ -155,8 +165,9 @@ def test_an_expert_without_tokens_has_no_gradient_where_the_kernel_writes_none(m
     assert torch.equal(grouped.grouped_outer_product(x, y, ends), expected)
 
 
-def test_the_backward_adds_the_gradients_of_the_auxiliary_losses_times_the_scale():
-    layer = mixture(balance_loss_coefficient=0.3, z_loss_coefficient=0.7)
+@pytest.mark.parametrize("gates", ["softmax_chosen", "sigmoid"])
+def test_the_backward_adds_the_gradients_of_the_auxiliary_losses_times_the_scale(gates):
+    layer = mixture(gates=gates, balance_loss_coefficient=0.3, z_loss_coefficient=0.7)
     x, upstream, scale = stream().requires_grad_(), stream(seed=3), torch.tensor(0.125, dtype=torch.float64)
     inputs = (x, layer.router.weight)
     plain = layer(x)

@@ -16,6 +16,7 @@ from parity import (
     ADAPTED,
     ADAPTED_RELATIVE,
     HYBRID,
+    OTHER_SPARSE,
     RELATIVE,
     SEQ_LEN,
     SPARSE,
@@ -216,6 +217,12 @@ def test_adapters_match_one_process_and_nothing_else_trains(plan):
 )
 def test_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=SPARSE)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases(SPARSE_PLANS, narrow={"ep2 tp2 zero3", "tp2 sp, selective recompute"}))
+def test_experts_with_other_traits_match_one_process(plan):
+    differences = largest_differences(plan, spec=OTHER_SPARSE)
     assert max(differences.values()) < 1e-8, differences
 
 

@@ -127,6 +127,15 @@ def test_what_mixtral_cannot_describe_is_not_exported(tmp_path, moe, complaint):
     assert not (tmp_path / "out").exists()
 
 
+def test_experts_of_another_width_cannot_begin_as_copies(tmp_path):
+    source = save_folder(tmp_path / "folder", lively(replace(config().spec, moe=None)))
+    narrow = config(moe=MOE | {"expert_size": 16}).spec
+    with pytest.raises(
+        WeightsError, match=r"\Aexperts of moe.expert_size=16 cannot begin as copies of .* columns; set"
+    ):
+        filled(narrow, source)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["folder", nightly("run")])
 def test_experts_that_begin_as_copies_of_a_dense_model_compute_what_it_computes(tmp_path, kind):

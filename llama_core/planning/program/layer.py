@@ -107,7 +107,7 @@ class Layer(ModelProgram):
         logits = self.product(self.cast(whole, FP32_BYTES), router, moe.num_experts)
         chosen, gates = self.choose_experts(logits, copies, moe)
         sums = self.result("log_sum_exp", [logits], Size(self.tokens, FP32_BYTES))
-        log_probabilities = self.result("add", [logits, sums], self.sizes[logits])
+        log_probabilities = self.log_probabilities(logits, sums, moe)
         probabilities = self.result("exp", [log_probabilities], self.sizes[logits])
         # the auxiliary losses join the gates here; their result is a view of the gates
         self.operations.append(Operation("watch", (gates, probabilities, sums), (gates,)))
@@ -129,9 +129,21 @@ class Layer(ModelProgram):
         if moe.gates == "softmax_chosen":
             best, chosen = self.add_operation("top", [logits], size, Size(copies, INT64_BYTES))
             return chosen, self.result("softmax", [best], size)
+        if moe.gates == "sigmoid":
+            best, chosen = self.add_operation("top", [logits], size, Size(copies, INT64_BYTES))
+            return chosen, self.result("sigmoid", [best], size)
         _, chosen = self.add_operation("decide", [logits], size, Size(copies, INT64_BYTES))
         of_all = self.result("softmax", [logits], self.sizes[logits])
         return chosen, self.result("pick", [of_all, chosen], size)
+
+    def log_probabilities(self, logits: int, sums: int, moe: MoE) -> int:
+        """Return the logarithms of what the auxiliary losses take for probabilities of experts."""
+        size = self.sizes[logits]
+        if moe.gates == "sigmoid":
+            negative = self.result("scale", [logits], size)
+            logits = self.result("scale", [self.result("softplus", [negative], size)], size)
+            sums = self.result("log_sum_exp", [logits], self.sizes[sums])
+        return self.result("add", [logits, sums], size)
 
     def run_experts(self, tokens: int, copies: int, moe: MoE) -> int:
         """Send sorted tokens through their experts, on this rank or on others."""

@@ -39,6 +39,8 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "sink_softmax": ((FIRST_OUTPUT,), (FIRST_OUTPUT,)),
     "exp": ((FIRST_OUTPUT,),),
     "tanh": ((FIRST_OUTPUT,),),
+    "sigmoid": ((FIRST_OUTPUT,),),
+    "softplus": ((0,),),
     "log_sum_exp": ((0, FIRST_OUTPUT),),
     "inverse_rms": ((0, FIRST_OUTPUT),),
     "fused_norm": ((0, 1, SECOND_OUTPUT), (0, 1, SECOND_OUTPUT)),
