@@ -33,8 +33,8 @@ Which row serves::
       not all of it, CUDA, 16 bits  |  varlen                         gathered, varlen ulysses  no documents: refused
       not all of it, elsewhere      |  masked                         masked ring or ulysses    cache, for a window
       ... and a CPU trains          |  cpu masked (bf16, fp32)
-      with a soft cap or sinks,     |  all scores, masked scores      refused                   cache with all scores
-      or with math                  |
+      with a soft cap, or with math |  all scores, masked scores      refused                   cache with all scores
+      with sinks                    |  those of the first five lines  refused                   cache
 
 A block calls its kernel on queries, keys, values and what the row is told. A cache stands before that: it gives the
 kernel the keys and values of earlier forwards too. The rows of the CPU stand in for ``causal`` and ``masked`` where a
@@ -167,14 +167,17 @@ class Kernel:
 NONE: frozenset[Trait] = frozenset()
 WINDOW: frozenset[Trait] = frozenset({"window"})
 HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
+SINKS: frozenset[Trait] = frozenset({"sinks"})
 OF_SCORES: frozenset[Trait] = frozenset({"soft cap", "sinks"})
 SIXTEEN_BITS: frozenset[Dtype] = frozenset({"bf16", "fp16"})
 # backwards of our own, faster than torch's; in fp32 only because they skip keys that a mask hides
-CPU_CAUSAL = Kernel("cpu causal", NONE, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
-CPU_MASKED = Kernel("cpu masked", HIDDEN, "mask", device="cpu", dtypes=frozenset({"bf16", "fp32"}), only_trains=True)
-CAUSAL = Kernel("causal", NONE, "none")
-VARLEN = Kernel("varlen", HIDDEN, "varlen", device="cuda", dtypes=SIXTEEN_BITS)
-MASKED = Kernel("masked", HIDDEN, "mask")
+CPU_CAUSAL = Kernel("cpu causal", SINKS, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
+CPU_MASKED = Kernel(
+    "cpu masked", HIDDEN | SINKS, "mask", device="cpu", dtypes=frozenset({"bf16", "fp32"}), only_trains=True
+)
+CAUSAL = Kernel("causal", SINKS, "none")
+VARLEN = Kernel("varlen", HIDDEN | SINKS, "varlen", device="cuda", dtypes=SIXTEEN_BITS)
+MASKED = Kernel("masked", HIDDEN | SINKS, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
 GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
@@ -184,7 +187,7 @@ MASKED_ULYSSES = Kernel("masked ulysses", HIDDEN, "mask", "exchange")
 ALL_SCORES = Kernel("all scores", OF_SCORES, "none", holds_scores=True)
 MASKED_SCORES = Kernel("masked scores", HIDDEN | OF_SCORES, "mask", holds_scores=True)
 # a cache continues one text in each row, so it knows no documents
-CACHE = Kernel("cache", WINDOW, "mask", "cache")
+CACHE = Kernel("cache", WINDOW | SINKS, "mask", "cache")
 SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | OF_SCORES, "mask", "cache", holds_scores=True)
 KERNELS = (
     CPU_CAUSAL,

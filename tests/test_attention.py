@@ -61,15 +61,27 @@ def test_a_run_has_the_first_kernel_that_serves_all_of_its_layers(run, names, ne
         assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is evaluating
 
 
-@pytest.mark.parametrize("of_scores", [{"soft_cap": 20.0}, {"sinks": True}, {"soft_cap": 20.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize("of_scores", [{"soft_cap": 20.0}, {"soft_cap": 20.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("run", [run for run in RUNS if run[3] == 1], ids=str)
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
-def test_a_soft_cap_and_sinks_are_served_by_the_kernels_that_hold_all_scores(run, needs, of_scores):
+def test_a_soft_cap_is_served_by_the_kernels_that_hold_all_scores(run, needs, of_scores):
     device, dtype, asked, cp = run
     other = needs._replace(**of_scores)
     kernel = chosen_kernel([needs, other], device=device, dtype=dtype, asked=asked, cp=cp)
     assert kernel.name == RUNS["cpu", "fp32", "math", 1][bool(needs.traits)]
     assert kernel_told(other, kernel.told, asked=asked) is kernel
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+def test_sinks_are_served_by_the_kernels_of_whole_rows_and_refused_by_others(run, needs):
+    device, dtype, asked, cp = run
+    other = needs._replace(sinks=True)
+    if cp > 1:
+        assert refusal([needs, other], asked=asked, cp=cp)
+        return
+    kernel = chosen_kernel([needs, other], device=device, dtype=dtype, asked=asked)
+    assert kernel is chosen_kernel([needs], device=device, dtype=dtype, asked=asked)
 
 
 def test_every_kernel_is_the_choice_of_some_run():

@@ -28,6 +28,7 @@ from llama_core.models.batch import Documents
 from llama_core.models.block_attention import GROUPED_HEADS
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
 from llama_core.models.cpu_attention import cpu_attention, is_faster
+from llama_core.models.sinks import attend_with_sinks, kept_by_keys
 
 BLOCK_MATRICES = frozenset(("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
 """The names of a block's matrices; experts have the last three."""
@@ -419,12 +420,7 @@ def softmax_with_sinks(scores_BNSJ: Tensor, sinks_N: Tensor) -> Tensor:
 
 
 class _SoftmaxWithSinks(torch.autograd.Function):
-    """A softmax that leaves some of the weight to a sink; its backward is that of a softmax.
-
-    The weights are those without a sink times ``kept_by_keys``, and so is attention's result: a kernel that returns it
-    with the log-sum-exp of the scores needs no more, and its own backward is right for the product and the log-sum-exp
-    of scores and sink.
-    """
+    """A softmax that leaves some of the weight to a sink; its backward is that of a softmax."""
 
     @staticmethod
     def forward(ctx: Any, scores_BNSJ: Tensor, sinks_N: Tensor) -> Tensor:
@@ -443,16 +439,6 @@ class _SoftmaxWithSinks(torch.autograd.Function):
         grad_scores_BNSJ = torch.ops.aten._softmax_backward_data(grad_BNSJ, weights_BNSJ, -1, dtype)
         # as much more of all logits changes nothing, so the gradients of scores and sink are zero together
         return grad_scores_BNSJ, -grad_scores_BNSJ.sum((0, 2, 3))
-
-
-def kept_by_keys(lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the share of attention that a sink leaves: ``exp(lse - logaddexp(lse, sink))``.
-
-    Args:
-        lse: the log-sum-exp of a query's scores.
-        sinks: the logits of its head's sink.
-    """
-    return torch.sigmoid(lse - sinks)
 
 
 def _laid_out(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -514,6 +500,8 @@ class Attention(nn.Module):
             self.attend = partial(attend_with_own_scores, scale=self.needs.scale, soft_cap=self.needs.soft_cap)
         elif kernel.holds_scores:
             self.attend = attend_with_all_scores
+        elif self.needs.sinks:
+            self.attend = attend_with_sinks
 
     def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""

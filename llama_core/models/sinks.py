@@ -11,6 +11,7 @@ section 3.1 (the backward).
 
 # Shape suffixes: B batch, S sequence, T tokens of all rows (B * S), N query heads, K key/value heads, H head dim
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from torch.autograd.function import once_differentiable
 from llama_core.models import block_attention
 from llama_core.models.batch import Documents
 from llama_core.models.block_attention import BIAS_ALIGNMENT, BlockKernel, BlockMask, kernel_for
+from llama_core.models.cpu_attention import cpu_attention, is_faster
+
+
+def kept_by_keys(lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the share of attention that a sink leaves: ``exp(lse - logaddexp(lse, sink))``.
+
+    Args:
+        lse: the log-sum-exp of a query's scores.
+        sinks: the logits of its head's sink.
+    """
+    return torch.sigmoid(lse - sinks)
 
 
 def attend_with_sinks(
@@ -32,29 +44,39 @@ def attend_with_sinks(
         q_BNSH: queries.
         k_BKSH: keys; K divides N.
         v_BKSH: values.
-        mask: what is seen: an additive mask, documents, or all earlier tokens.
+        mask: what is seen: an additive mask, [S, S] or [B, 1, S, S]; documents; or None for all earlier tokens.
         sinks_N: the logit of each head's sink.
     """
-    out_BNSH: Tensor = _AttentionWithSinks.apply(q_BNSH, k_BKSH, v_BKSH, sinks_N, mask)  # type: ignore[no-untyped-call]
+    if isinstance(mask, Tensor):
+        mask = mask.expand(len(q_BNSH), 1, *mask.shape[-2:])
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSH, k_BKSH, v_BKSH))
+    forward = _forward_in_blocks if is_trained and _has_blocks(q_BNSH, mask) else _forward
+    out_BNSH: Tensor = _AttentionWithSinks.apply(  # type: ignore[no-untyped-call]
+        q_BNSH, k_BKSH, v_BKSH, sinks_N, mask, forward
+    )
     return out_BNSH
+
+
+def _has_blocks(q_BNSH: Tensor, mask: Tensor | Documents | None) -> bool:
+    return not isinstance(mask, Documents) and is_faster(q_BNSH, mask)
 
 
 class _AttentionWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes them by position
-        ctx: Any, q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sinks_N: Tensor, mask: Tensor | Documents | None
+        ctx: Any,
+        q_BNSH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        sinks_N: Tensor,
+        mask: Tensor | Documents | None,
+        forward: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
-        kernel, arguments = _kernel(q_BNSH, mask)
-        qkv = (q_BNSH, k_BKSH, v_BKSH)
-        if isinstance(mask, Documents):
-            out_TNH, lse_NT = kernel.forward(*map(_tokens_first, qkv), *arguments)
-            out_BNSH = _in_rows(out_TNH, len(q_BNSH))
-            lse_BNS = lse_NT.unflatten(1, (len(q_BNSH), -1)).transpose(0, 1)
-        else:
-            out_BNSH, lse_BNS = kernel.forward(*qkv, *arguments)
-        total_BNS = torch.logaddexp(lse_BNS, sinks_N.to(lse_BNS.dtype)[:, None])
-        out_BNSH = (out_BNSH * torch.exp(lse_BNS - total_BNS)[..., None]).to(q_BNSH.dtype)
-        ctx.save_for_backward(*qkv, sinks_N, out_BNSH, total_BNS)
+        out_BNSH, lse_BNS = forward(q_BNSH, k_BKSH, v_BKSH, mask)
+        sinks_N1 = sinks_N.to(lse_BNS.dtype)[:, None]
+        out_BNSH = (out_BNSH * kept_by_keys(lse_BNS, sinks_N1)[..., None]).to(q_BNSH.dtype)
+        total_BNS = torch.logaddexp(lse_BNS, sinks_N1)
+        ctx.save_for_backward(q_BNSH, k_BKSH, v_BKSH, sinks_N, out_BNSH, total_BNS)
         ctx.mask = mask
         return out_BNSH
 
@@ -62,31 +84,60 @@ class _AttentionWithSinks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BNSH: Tensor) -> tuple[Tensor | None, ...]:
         q_BNSH, k_BKSH, v_BKSH, sinks_N, out_BNSH, total_BNS = ctx.saved_tensors
-        kernel, arguments = _kernel(q_BNSH, ctx.mask)
-        whole = (grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH)
-        if isinstance(ctx.mask, Documents):
-            total_NT = total_BNS.transpose(0, 1).flatten(1).contiguous()
-            grads = [
-                _in_rows(grad, len(q_BNSH))
-                for grad in kernel.backward(*map(_tokens_first, whole), total_NT, *arguments)
-            ]
-        else:
-            grads = list(kernel.backward(*whole, total_BNS.contiguous(), *arguments))
         # the sink's probability, times how much less than the mean its value of zero is worth
         worth_BNS = (grad_BNSH.to(total_BNS.dtype) * out_BNSH).sum(-1)
         share_BNS = torch.exp(sinks_N.to(total_BNS.dtype)[:, None] - total_BNS)
         grad_N = -(share_BNS * worth_BNS).sum((0, 2))
-        return *grads, grad_N.to(sinks_N.dtype), None
+        grads = _backward(grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, total_BNS, ctx.mask)
+        return *grads, grad_N.to(sinks_N.dtype), None, None
 
 
-def _kernel(q_BNSH: Tensor, mask: Tensor | Documents | None) -> tuple[BlockKernel, tuple[Any, ...]]:
-    """Return the kernel for what is seen, and what it takes behind queries, keys and values."""
+def _forward(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None) -> tuple[Tensor, Tensor]:
+    """Return attention without sinks, and its log-sum-exp, [B, N, S]."""
     if isinstance(mask, Documents):
-        starts, row_length, window = mask
-        return block_attention.VARLEN, (starts, starts, row_length, row_length, window)
+        qkv_TNH = map(_tokens_first, (q_BNSH, k_BKSH, v_BKSH))
+        out_TNH, lse_NT = block_attention.VARLEN.forward(*qkv_TNH, *_bounds(mask))
+        return _in_rows(out_TNH, len(q_BNSH)), lse_NT.view(len(lse_NT), len(q_BNSH), -1).transpose(0, 1)
+    kernel, block = _kernel(q_BNSH, mask)
+    return kernel.forward(q_BNSH, k_BKSH, v_BKSH, block)
+
+
+def _forward_in_blocks(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the same on a CPU that trains."""
+    out_BNSH, lse_BNS = cpu_attention(q_BNSH, k_BKSH, v_BKSH, mask, mask is None)
+    return out_BNSH, lse_BNS
+
+
+def _backward(  # noqa: PLR0917 - as they are saved
+    grad_BNSH: Tensor,
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    out_BNSH: Tensor,
+    total_BNS: Tensor,
+    mask: Tensor | Documents | None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values, by the output and the log-sum-exp that know the sinks."""
+    whole = (grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH)
+    if isinstance(mask, Documents):
+        total_NT = total_BNS.transpose(0, 1).flatten(1).contiguous()
+        grads = block_attention.VARLEN.backward(*map(_tokens_first, whole), total_NT, *_bounds(mask))
+        return tuple(_in_rows(grad, len(q_BNSH)) for grad in grads)
+    kernel, block = _kernel(q_BNSH, mask)
+    return kernel.backward(*whole, total_BNS.contiguous(), block)
+
+
+def _bounds(documents: Documents) -> tuple[Any, ...]:
+    """Return what the kernel of documents takes behind queries, keys and values."""
+    starts, row_length, window = documents
+    return starts, starts, row_length, row_length, window
+
+
+def _kernel(q_BNSH: Tensor, mask: Tensor | None) -> tuple[BlockKernel, BlockMask]:
+    """Return the kernel for whole rows, and what is seen of them."""
     whole = slice(None)
     block = BlockMask(whole, whole, causal=mask is None, bias_B1QJ=None if mask is None else _aligned(mask))
-    return kernel_for(q_BNSH, block), (block,)
+    return kernel_for(q_BNSH, block), block
 
 
 def _aligned(mask_B1SS: Tensor) -> Tensor:
@@ -102,4 +153,4 @@ def _tokens_first(x_BNSH: Tensor) -> Tensor:
 
 
 def _in_rows(x_TNH: Tensor, num_rows: int) -> Tensor:
-    return x_TNH.unflatten(0, (num_rows, -1)).transpose(1, 2)
+    return x_TNH.view(num_rows, -1, *x_TNH.shape[1:]).transpose(1, 2)

@@ -136,9 +136,10 @@ def _streams_bytes(profile: MemoryProfile) -> int:
 
 
 def _repeated_heads_bytes(work: Work, pp_rank: int) -> int:
-    """Return the bytes of the repeated heads of all layers in flight; ring attention, block by block, keeps none."""
+    """Return the bytes of the repeated heads of all layers in flight; a ring, block by block, and sinks keep none."""
     plan = work.plan
-    if not work.kernel.repeats_heads(has_16_bits=work.precision != "fp32"):
+    is_kept = not work.spec.attention_sinks and work.kernel.repeats_heads(has_16_bits=work.precision != "fp32")
+    if not is_kept:
         return 0
     missing = (work.spec.q_size - work.spec.kv_size) // plan.tp
     one_layer = 2 * work.setting.tokens * missing * work.itemsize

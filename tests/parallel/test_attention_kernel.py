@@ -43,7 +43,7 @@ def test_it_gives_the_same_loss_and_holds_all_scores(positions):
 @pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), ("cuda", "bf16")])
 @pytest.mark.parametrize(
     ("traits", "attention"),
-    [({}, "math"), ({"attention_soft_cap": 20.0}, "auto"), ({"attention_sinks": True}, "auto")],
+    [({}, "math"), ({"attention_soft_cap": 20.0}, "auto"), ({"attention_sinks": True}, "math")],
     ids=str,
 )
 def test_the_estimate_of_its_scores_matches_the_rehearsal(traits, attention, device, precision, recompute):

@@ -267,18 +267,27 @@ class Layer(ModelProgram):
         """Append attention by a kernel that holds no scores."""
         if self.kernel.moves == "ring":
             self.add_operation("ring", [k, v], sends=self.passed_around(k))
-        sums = Size(self.tokens * self.spec.num_heads // self.setting.tp, FP32_BYTES)
+        num_heads = self.spec.num_heads // self.setting.tp
+        sums = Size(self.tokens * num_heads, FP32_BYTES)
         moved = 2 * self.num_bytes[q]  # the heads, to the end of a token's row
+        traffic = BothWays(moved, moved)
+        workspace = self.held_by_kernel(self.num_bytes[q], self.num_bytes[k], sums.num_bytes)
+        sinks = []
+        if self.traits.attention.sinks:
+            sinks = [self.vector(num_heads, is_trained="sinks" in self.traits.trained)]
+            traffic = BothWays(*map(sum, zip(traffic, self.moved_by_sinks(q), strict=True)))
+            # one after the other
+            workspace = BothWays(*map(max, workspace, self.held_by_sinks(q, k, sums.num_bytes)))
         out, sum_of_exponentials = self.add_operation(
             "attention",
-            [q, k, v],
+            [q, k, v, *sinks],
             self.sizes[q],
             sums,
-            workspace=self.held_by_kernel(self.num_bytes[q], self.num_bytes[k], sums.num_bytes),
+            workspace=workspace,
             scores=4 * self.sizes[q].elements * self.setting.seq_len,
             share_in_window=self.share_in_window(),
             sends=self.gathered_keys(k) if self.kernel.moves == "gather" else NO_TRAFFIC,
-            traffic=BothWays(moved, moved),
+            traffic=traffic,
         )
         self.costly.update((out, sum_of_exponentials))
         if self.kernel.moves == "ring":
@@ -323,6 +332,23 @@ class Layer(ModelProgram):
         # what is gathered: in the forward the last keys or values, and the keys before their rotation
         stream = self.num_bytes[self.input]
         return BothWays((cp + 1) * keys + 2 * seen + stream, backward + 2 * seen)
+
+    def held_by_sinks(self, q: int, k: int, sums: int) -> BothWays:
+        """Return what taking the share of a sink holds beside inputs and outputs; see ``models/sinks.py``."""
+        own = self.num_bytes[q]
+        wide = self.sizes[q].elements * FP32_BYTES
+        casts = wide if self.setting.is_mixed_precision else 0
+        # forward: the kernel's result and its product with what the sink leaves; backward: the gradient and its product
+        # with the result, before there are gradients of queries, keys and values
+        return BothWays(own + casts + 2 * sums, wide + casts - own - 2 * self.num_bytes[k])
+
+    def moved_by_sinks(self, q: int) -> BothWays:
+        """Return the bytes that its kernels move."""
+        own = self.num_bytes[q]
+        if self.setting.compiles:
+            return BothWays(2 * own, 2 * own)
+        casts = self.sizes[q].elements * FP32_BYTES if self.setting.is_mixed_precision else 0
+        return BothWays(2 * own + 2 * casts, 4 * own + 4 * casts)
 
     def attend_with_all_scores(self, q: int, k: int, v: int) -> int:
         """Append attention as torch's math kernel computes it: in fp32, with as many key heads as query heads."""
