@@ -34,7 +34,6 @@ Which row serves::
       not all of it, elsewhere      |  masked                         masked ring or ulysses    cache, for a window
       ... and a CPU trains          |  cpu masked (bf16, fp32)
       with a soft cap, or with math |  all scores, masked scores      refused                   cache with all scores
-      with sinks                    |  those of the first five lines  refused                   cache
 
 A block calls its kernel on queries, keys, values and what the row is told. A cache stands before that: it gives the
 kernel the keys and values of earlier forwards too. The rows of the CPU stand in for ``causal`` and ``masked`` where a
@@ -51,7 +50,7 @@ from llama_core.errors import PlanError
 DocumentAttention = Literal["none", "mask", "varlen"]
 """What a kernel is told of what a query does not see before it: nothing, as it sees all; an additive mask; or where
 each document begins and how long the window is, with which it skips the other scores and holds no mask."""
-Trait = Literal["documents", "window", "soft cap", "sinks"]
+Trait = Literal["documents", "window", "soft cap"]
 """What causal attention over whole rows lacks."""
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 """The dtype of activations."""
@@ -76,7 +75,10 @@ class AttentionNeeds(NamedTuple):
     soft_cap: float = 0.0
     """Scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
     sinks: bool = False
-    """Whether each query head has a logit that joins the softmax's denominator and has no value."""
+    """Whether each query head has a logit that joins the softmax's denominator and has no value.
+
+    No trait, since every kernel serves it: see ``models.sinks``.
+    """
 
     @property
     def scale(self) -> float:
@@ -90,7 +92,6 @@ class AttentionNeeds(NamedTuple):
             "documents": self.documents,
             "window": self.window > 0,
             "soft cap": self.soft_cap > 0,
-            "sinks": self.sinks,
         }
         return frozenset(trait for trait, is_there in has.items() if is_there)
 
@@ -167,28 +168,25 @@ class Kernel:
 NONE: frozenset[Trait] = frozenset()
 WINDOW: frozenset[Trait] = frozenset({"window"})
 HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
-SINKS: frozenset[Trait] = frozenset({"sinks"})
-OF_SCORES: frozenset[Trait] = frozenset({"soft cap", "sinks"})
+CAPPED: frozenset[Trait] = frozenset({"soft cap"})
 SIXTEEN_BITS: frozenset[Dtype] = frozenset({"bf16", "fp16"})
 # backwards of our own, faster than torch's; in fp32 only because they skip keys that a mask hides
-CPU_CAUSAL = Kernel("cpu causal", SINKS, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
-CPU_MASKED = Kernel(
-    "cpu masked", HIDDEN | SINKS, "mask", device="cpu", dtypes=frozenset({"bf16", "fp32"}), only_trains=True
-)
-CAUSAL = Kernel("causal", SINKS, "none")
-VARLEN = Kernel("varlen", HIDDEN | SINKS, "varlen", device="cuda", dtypes=SIXTEEN_BITS)
-MASKED = Kernel("masked", HIDDEN | SINKS, "mask")
+CPU_CAUSAL = Kernel("cpu causal", NONE, "none", device="cpu", dtypes=frozenset({"bf16"}), only_trains=True)
+CPU_MASKED = Kernel("cpu masked", HIDDEN, "mask", device="cpu", dtypes=frozenset({"bf16", "fp32"}), only_trains=True)
+CAUSAL = Kernel("causal", NONE, "none")
+VARLEN = Kernel("varlen", HIDDEN, "varlen", device="cuda", dtypes=SIXTEEN_BITS)
+MASKED = Kernel("masked", HIDDEN, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
 GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
 ULYSSES = Kernel("ulysses", NONE, "none", "exchange")
 VARLEN_ULYSSES = Kernel("varlen ulysses", HIDDEN, "varlen", "exchange", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_ULYSSES = Kernel("masked ulysses", HIDDEN, "mask", "exchange")
-ALL_SCORES = Kernel("all scores", OF_SCORES, "none", holds_scores=True)
-MASKED_SCORES = Kernel("masked scores", HIDDEN | OF_SCORES, "mask", holds_scores=True)
+ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
+MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)
 # a cache continues one text in each row, so it knows no documents
-CACHE = Kernel("cache", WINDOW | SINKS, "mask", "cache")
-SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | OF_SCORES, "mask", "cache", holds_scores=True)
+CACHE = Kernel("cache", WINDOW, "mask", "cache")
+SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | CAPPED, "mask", "cache", holds_scores=True)
 KERNELS = (
     CPU_CAUSAL,
     CAUSAL,

@@ -94,7 +94,7 @@ NEEDS = {
 """What a field has no effect without, or is refused without."""
 
 
-ONLY_SOME_PLANS = ("attention_soft_cap", "attention_sinks")
+ONLY_SOME_PLANS = ("attention_soft_cap",)
 """Traits with which some plans are refused, so that relatives under every plan lack them."""
 
 

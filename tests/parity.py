@@ -59,7 +59,7 @@ RELATIVE, OTHER_RELATIVE = (
 ADAPTED_RELATIVE = replace(
     RELATIVE, lora=LoRA(lora_rank=4, target_modules=TARGETS), trainable=("layers.2.attention.*",)
 )
-UNFUSED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5, attention_sinks=True)
+UNFUSED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5)
 """One whose attention only some kernels compute."""
 SPARSE_RELATIVE = replace(OTHER_RELATIVE, moe=MoE(num_experts=4, gates="softmax_all"))
 OTHER_SPARSE = replace(

@@ -74,14 +74,12 @@ def test_a_soft_cap_is_served_by_the_kernels_that_hold_all_scores(run, needs, of
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
-def test_sinks_are_served_by_the_kernels_of_whole_rows_and_refused_by_others(run, needs):
+def test_sinks_change_no_choice(run, needs):
     device, dtype, asked, cp = run
-    other = needs._replace(sinks=True)
-    if cp > 1:
-        assert refusal([needs, other], asked=asked, cp=cp)
-        return
-    kernel = chosen_kernel([needs, other], device=device, dtype=dtype, asked=asked)
-    assert kernel is chosen_kernel([needs], device=device, dtype=dtype, asked=asked)
+    both = [needs, needs._replace(sinks=True)]
+    if not refusal([needs], asked=asked, cp=cp):
+        kernels = [chosen_kernel([each], device=device, dtype=dtype, asked=asked, cp=cp) for each in both]
+        assert kernels[0] is kernels[1]
 
 
 def test_every_kernel_is_the_choice_of_some_run():

@@ -59,7 +59,7 @@ class BlockMask:
 
 
 class BlockKernel(NamedTuple):
-    """A fused attention and its gradient, on tensors cut to the visible part of a block."""
+    """A fused attention and its gradient, such as one on tensors cut to the visible part of a block."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     """Maps q, k, v and a mask to the output and its log-sum-exp."""

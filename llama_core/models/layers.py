@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
-from llama_core.attention import CAUSAL, MASKED, OF_SCORES, DocumentAttention, Kernel, kernel_told
+from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
 from llama_core.config.model_spec import Activation, ModelSpec
 from llama_core.config.rope import LinearScaling, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
@@ -496,7 +496,7 @@ class Attention(nn.Module):
         """What serves this layer as it trains. A batch may tell it less: an evaluation may have no documents."""
         self.attend: Callable[..., Tensor] = attend
         """Computes attention from queries, keys, values, the model's mask and, if there are some, sinks."""
-        if kernel.holds_scores and not self.needs.traits.isdisjoint(OF_SCORES):
+        if kernel.holds_scores and (self.needs.soft_cap or self.needs.sinks):
             self.attend = partial(attend_with_own_scores, scale=self.needs.scale, soft_cap=self.needs.soft_cap)
         elif kernel.holds_scores:
             self.attend = attend_with_all_scores

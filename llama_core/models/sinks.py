@@ -11,7 +11,6 @@ section 3.1 (the backward).
 
 # Shape suffixes: B batch, S sequence, T tokens of all rows (B * S), N query heads, K key/value heads, H head dim
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,29 +35,34 @@ def kept_by_keys(lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def attend_with_sinks(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None, sinks_N: Tensor
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    mask: Any,
+    sinks_N: Tensor,
+    *,
+    kernel: BlockKernel | None = None,
 ) -> Tensor:
-    """Return softmax attention with a sink in each head, [B, N, S, H], as ``attend`` does without; no scores are held.
+    """Return softmax attention with a sink in each head, [B, N, S, H]; no scores are held.
 
     Args:
         q_BNSH: queries.
         k_BKSH: keys; K divides N.
         v_BKSH: values.
-        mask: what is seen: an additive mask, [S, S] or [B, 1, S, S]; documents; or None for all earlier tokens.
+        mask: what is seen, as the kernel is told of it; for one of whole rows an additive mask, [S, S] or
+            [B, 1, S, S]; documents; or None for all earlier tokens.
         sinks_N: the logit of each head's sink.
+        kernel: attends without sinks. Its forward returns the output and its log-sum-exp, [B, N, S], and its backward
+            takes them from behind queries, keys and values. None for that of whole rows.
     """
     if isinstance(mask, Tensor):
         mask = mask.expand(len(q_BNSH), 1, *mask.shape[-2:])
-    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSH, k_BKSH, v_BKSH))
-    forward = _forward_in_blocks if is_trained and _has_blocks(q_BNSH, mask) else _forward
-    out_BNSH: Tensor = _AttentionWithSinks.apply(  # type: ignore[no-untyped-call]
-        q_BNSH, k_BKSH, v_BKSH, sinks_N, mask, forward
-    )
+    if kernel is None:
+        is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q_BNSH, k_BKSH, v_BKSH))
+        has_blocks = is_trained and not isinstance(mask, Documents) and is_faster(q_BNSH, mask)
+        kernel = _IN_BLOCKS if has_blocks else _WHOLE_ROWS
+    out_BNSH: Tensor = _AttentionWithSinks.apply(q_BNSH, k_BKSH, v_BKSH, sinks_N, mask, kernel)  # type: ignore[no-untyped-call]
     return out_BNSH
-
-
-def _has_blocks(q_BNSH: Tensor, mask: Tensor | Documents | None) -> bool:
-    return not isinstance(mask, Documents) and is_faster(q_BNSH, mask)
 
 
 class _AttentionWithSinks(torch.autograd.Function):
@@ -69,15 +73,16 @@ class _AttentionWithSinks(torch.autograd.Function):
         k_BKSH: Tensor,
         v_BKSH: Tensor,
         sinks_N: Tensor,
-        mask: Tensor | Documents | None,
-        forward: Callable[..., tuple[Tensor, Tensor]],
+        mask: Any,
+        kernel: BlockKernel,
     ) -> Tensor:
-        out_BNSH, lse_BNS = forward(q_BNSH, k_BKSH, v_BKSH, mask)
+        out_BNSH, lse_BNS = kernel.forward(q_BNSH, k_BKSH, v_BKSH, mask)
         sinks_N1 = sinks_N.to(lse_BNS.dtype)[:, None]
         out_BNSH = (out_BNSH * kept_by_keys(lse_BNS, sinks_N1)[..., None]).to(q_BNSH.dtype)
         total_BNS = torch.logaddexp(lse_BNS, sinks_N1)
         ctx.save_for_backward(q_BNSH, k_BKSH, v_BKSH, sinks_N, out_BNSH, total_BNS)
         ctx.mask = mask
+        ctx.kernel = kernel
         return out_BNSH
 
     @staticmethod
@@ -88,7 +93,7 @@ class _AttentionWithSinks(torch.autograd.Function):
         worth_BNS = (grad_BNSH.to(total_BNS.dtype) * out_BNSH).sum(-1)
         share_BNS = torch.exp(sinks_N.to(total_BNS.dtype)[:, None] - total_BNS)
         grad_N = -(share_BNS * worth_BNS).sum((0, 2))
-        grads = _backward(grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, total_BNS, ctx.mask)
+        grads = ctx.kernel.backward(grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, total_BNS, ctx.mask)
         return *grads, grad_N.to(sinks_N.dtype), None, None
 
 
@@ -125,6 +130,10 @@ def _backward(  # noqa: PLR0917 - as they are saved
         return tuple(_in_rows(grad, len(q_BNSH)) for grad in grads)
     kernel, block = _kernel(q_BNSH, mask)
     return kernel.backward(*whole, total_BNS.contiguous(), block)
+
+
+_WHOLE_ROWS = BlockKernel(_forward, _backward)
+_IN_BLOCKS = BlockKernel(_forward_in_blocks, _backward)
 
 
 def _bounds(documents: Documents) -> tuple[Any, ...]:

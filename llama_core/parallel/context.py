@@ -37,9 +37,15 @@ from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
 from llama_core.models.llama import Llama
 from llama_core.models.moe import mixtures
+from llama_core.models.sinks import attend_with_sinks
 from llama_core.parallel.document_chunks import DocumentChunks
-from llama_core.parallel.gathered_attention import HeldDocuments, gathered_attention, held_documents
-from llama_core.parallel.ring import RingMasks, ring_attention, visible_parts
+from llama_core.parallel.gathered_attention import (
+    HeldDocuments,
+    gathered_attention,
+    gathered_kernel,
+    held_documents,
+)
+from llama_core.parallel.ring import RingMasks, ring_attention, ring_kernel, visible_parts
 from llama_core.parallel.ulysses import ulysses_attention
 
 
@@ -166,8 +172,17 @@ def _head_of_part(
 
 # by what a batch tells, as in the table of kernels: a mask goes with a ring, and documents with gathered keys
 def _attend(
-    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: RingMasks | HeldDocuments, *, group: ProcessGroup
+    q_BNSH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    mask: RingMasks | HeldDocuments,
+    sinks_N: Tensor | None = None,
+    *,
+    group: ProcessGroup,
 ) -> Tensor:
+    if sinks_N is not None:
+        kernel = (gathered_kernel if isinstance(mask, HeldDocuments) else ring_kernel)(group)
+        return attend_with_sinks(q_BNSH, k_BKSH, v_BKSH, mask, sinks_N, kernel=kernel)
     if isinstance(mask, HeldDocuments):
         return gathered_attention(q_BNSH, k_BKSH, v_BKSH, mask, group=group)
     return ring_attention(q_BNSH, k_BKSH, v_BKSH, mask, group=group)

@@ -16,6 +16,7 @@ Source: Llama team 2024, arXiv:2407.21783, section 3.3.2 (gathering keys and val
 # (B * J)
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llama_core.models.batch import Documents
-from llama_core.models.block_attention import VARLEN
+from llama_core.models.block_attention import VARLEN, BlockKernel
 from llama_core.models.cpu_attention import empty_tokens_first
 from llama_core.parallel.document_chunks import DocumentChunks
 
@@ -99,6 +100,27 @@ def gathered_attention(
     """
     out_BNSH: Tensor = GATHERED_ATTENTION(q_BNSH, k_BKSH, v_BKSH, *documents, group.group_name)[0]
     return out_BNSH
+
+
+def gathered_kernel(group: ProcessGroup) -> BlockKernel:
+    """Return the forward and the backward of ``gathered_attention``, for what changes its results in between."""
+    return BlockKernel(
+        partial(_forward_alone, group_name=group.group_name), partial(_backward_alone, group_name=group.group_name)
+    )
+
+
+def _forward_alone(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: HeldDocuments, *, group_name: str
+) -> tuple[Tensor, Tensor]:
+    out_BNSH, lse_NT = GATHERED_ATTENTION(q_BNSH, k_BKSH, v_BKSH, *documents, group_name)
+    return out_BNSH, lse_NT.view(len(lse_NT), len(q_BNSH), -1).transpose(0, 1)
+
+
+def _backward_alone(*tensors_and_documents: Any, group_name: str) -> tuple[Tensor, ...]:
+    *tensors, lse_BNS, documents = tensors_and_documents
+    lse_NT = lse_BNS.transpose(0, 1).flatten(1).contiguous()
+    grads: tuple[Tensor, ...] = GATHERED_ATTENTION_BACKWARD(*tensors, lse_NT, *documents, group_name)
+    return grads
 
 
 def forward(  # noqa: PLR0917 - operators have positions

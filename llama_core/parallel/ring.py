@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
-from llama_core.models.block_attention import BlockMask, block_backward, block_forward
+from llama_core.models.block_attention import BlockKernel, BlockMask, block_backward, block_forward
 from llama_core.models.cpu_attention import empty_tokens_first
 
 RingMasks = tuple[BlockMask, ...]
@@ -55,13 +55,40 @@ def ring_attention(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, masks: RingMa
         group: the ranks of the ring.
     """
     if torch.compiler.is_compiling():
-        masked = [mask for mask in masks if mask.bias_B1QJ is not None]
-        biases = [mask.bias_B1QJ for mask in masked]
-        blinds = [mask.blind_B1Q for mask in masked]
-        out_BNSH: Tensor = _ring_attention(q_BNSH, k_BKSH, v_BKSH, biases, blinds, group.group_name)[0]
+        out_BNSH: Tensor = _ring_attention(q_BNSH, k_BKSH, v_BKSH, *_tensors_of(masks), group.group_name)[0]
     else:
         out_BNSH = _RingAttention.apply(q_BNSH, k_BKSH, v_BKSH, masks, group)  # type: ignore[no-untyped-call]
     return out_BNSH
+
+
+def ring_kernel(group: ProcessGroup) -> BlockKernel:
+    """Return the forward and the backward of ``ring_attention``, for what changes its results in between."""
+    return BlockKernel(partial(_forward_alone, group=group), partial(_backward_alone, group=group))
+
+
+def _forward_alone(
+    q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, masks: RingMasks, *, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    if torch.compiler.is_compiling():
+        out_BNSH, lse_BNS = _ring_attention(q_BNSH, k_BKSH, v_BKSH, *_tensors_of(masks), group.group_name)
+        return out_BNSH, lse_BNS
+    return attention_over_blocks(q_BNSH, _around(torch.stack((k_BKSH, v_BKSH)), group), masks)
+
+
+def _backward_alone(*tensors_and_masks: Any, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH, lse_BNS, masks = tensors_and_masks
+    if torch.compiler.is_compiling():
+        grads: tuple[Tensor, Tensor, Tensor] = _ring_attention_backward(
+            *tensors_and_masks[:-1], *_tensors_of(masks), group.group_name
+        )
+        return grads
+    return _backward(grad_out_BNSH, q_BNSH, torch.stack((k_BKSH, v_BKSH)), out_BNSH, lse_BNS, masks, group)
+
+
+def _tensors_of(masks: RingMasks) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the tensors of some masks, by their fields, as an operator takes them."""
+    masked = [mask for mask in masks if mask.bias_B1QJ is not None]
+    return [mask.bias_B1QJ for mask in masked], [mask.blind_B1Q for mask in masked]
 
 
 class _RingAttention(torch.autograd.Function):

@@ -27,8 +27,9 @@ def ulysses_attention(
     k_BKSH: Tensor,
     v_BKSH: Tensor,
     mask: Any,
+    sinks_N: Tensor | None = None,
     *,
-    attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor],
+    attend: Callable[..., Tensor],
     group: ProcessGroup,
 ) -> Tensor:
     """Return the attention of this rank's queries over whole rows, [B, N, S, H]. All ranks of ``group`` must call it.
@@ -38,11 +39,13 @@ def ulysses_attention(
         k_BKSH: keys, already rotated; the ranks divide K.
         v_BKSH: values.
         mask: what a kernel of whole rows is told.
+        sinks_N: the logits of all heads' sinks; None without sinks.
         attend: that kernel.
         group: the ranks that divide every row.
     """
     q_BMLH, k_BMLH, v_BMLH = (_to_heads(x, group) for x in (q_BNSH, k_BKSH, v_BKSH))
-    return _to_tokens(attend(q_BMLH, k_BMLH, v_BMLH, mask), group)
+    own = () if sinks_N is None else (sinks_N.chunk(dist.get_world_size(group))[dist.get_rank(group)],)
+    return _to_tokens(attend(q_BMLH, k_BMLH, v_BMLH, mask, *own), group)
 
 
 def _to_heads(x_BNSH: Tensor, group: ProcessGroup) -> Tensor:

@@ -10,13 +10,11 @@ from hugging_face_models import BY_LAYER, model_with_large_weights
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from llama_core.config.models import ModelSpec
-from llama_core.errors import PlanError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.evaluation.inference.row_losses import losses_of_rows
 from llama_core.models.batch import Batch
 from llama_core.models.layers import Attention, document_mask, softmax_with_sinks, use_kernels
 from llama_core.models.llama import Llama
-from llama_core.planning.plan import ParallelPlan
 
 LENGTH = 9
 HEADS = 4
@@ -98,16 +96,6 @@ def test_texts_with_a_cache_are_those_without():
     prompts = [PROMPT[0].tolist(), PROMPT[0, :9].tolist()]
     model = model_with_large_weights(spec)
     assert generate_rows(model, prompts, num_tokens=NUM_TOKENS, is_end=lambda *_: False)[0] == expected
-
-
-def test_sequences_are_not_divided():
-    said = (
-        r"\Aattention with sinks has no kernel among those of cp=2 and attention=auto "
-        r"\(ring, gathered, masked ring\); use cp=1\Z"
-    )
-    with pytest.raises(PlanError, match=said):
-        ParallelPlan(cp=2).check(SPEC, seq_len=64, precision="bf16")
-    ParallelPlan(tp=2).check(SPEC, seq_len=64, precision="bf16")
 
 
 def test_every_block_has_a_sink_for_each_head():

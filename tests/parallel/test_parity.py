@@ -31,7 +31,7 @@ from parity import (
 from tiers import cases, nightly
 
 from llama_core.config.strategy import LoRA
-from llama_core.models import layers
+from llama_core.models import block_attention, layers
 from llama_core.parallel import apply, context, document_chunks, gathered_attention, gradients, ring, tensor
 from llama_core.parallel import zero as data
 from llama_core.planning.plan import ParallelPlan
@@ -264,7 +264,7 @@ def test_the_traits_of_relatives_match_one_process(spec, plan):
 @pytest.mark.parametrize(
     "plan", cases({name: plan for name, plan in RELATIVE_PLANS.items() if plan.cp == 1}, narrow={"tp2"})
 )
-def test_a_soft_cap_and_sinks_beside_the_traits_of_relatives_match_one_process(plan):
+def test_a_soft_cap_beside_the_traits_of_relatives_matches_one_process(plan):
     differences = largest_differences(plan, spec=UNFUSED_RELATIVE)
     assert max(differences.values()) < 1e-8, differences
 
@@ -321,6 +321,7 @@ def test_exchanged_heads_match_one_process(spec, plan):
 def _take_whole_documents():
     """Let attention of whole rows take documents as on CUDA."""
     layers.varlen_attn = attention_per_document
+    block_attention.VARLEN = DENSE
     cut_batch = apply.cut_batch
     apply.cut_batch = lambda batch, cp_rank, cp_size: cut_batch(batch.with_documents(), cp_rank, cp_size)
 

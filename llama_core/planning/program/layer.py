@@ -8,7 +8,6 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Literal
 
-from llama_core.attention import OF_SCORES
 from llama_core.config.model_spec import LayerTraits
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
 from llama_core.config.models import ModelSpec
@@ -241,7 +240,8 @@ class Layer(ModelProgram):
 
     def attend(self, q: int, k: int, v: int) -> int:
         """Append softmax attention."""
-        if self.kernel.holds_scores and not self.traits.attention.traits.isdisjoint(OF_SCORES):
+        needs = self.traits.attention
+        if self.kernel.holds_scores and (needs.soft_cap or needs.sinks):
             return self.attend_with_own_scores(q, k, v)
         if self.kernel.holds_scores:
             return self.attend_with_all_scores(q, k, v)
