@@ -146,7 +146,7 @@ def hugging_face_name(name: str, model_type: ModelType = LLAMA) -> str:
 
     Args:
         name: our name.
-        model_type: the type of the model; it may be left out for adapted matrices, which all types call the same.
+        model_type: the type of the model; it may be left out for matrices that it calls as a Llama's.
     """
     stored_name = weight_of(name).stored_name
     if name in _OUTSIDE_LAYERS:

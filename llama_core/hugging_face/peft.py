@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from llama_core.adapters.lora import LORA
 from llama_core.adapters.registry import adapter_of_json
 from llama_core.adapters.traits import AdapterJson, AdapterType
+from llama_core.config.model_types import LLAMA, ModelType
 from llama_core.config.model_weights import adapter_weight, hugging_face_name
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import TARGETS, LoRA, adaptable
@@ -49,8 +50,12 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not any((folder / name).exists() for name in (WHOLE, INDEX))
 
 
-def peft_name(name: str) -> str:
+def peft_name(name: str, model_type: ModelType = LLAMA) -> str:
     """Return PEFT's name for the parameter of an adapter, such as ``'layers.0.attention.wq.lora_A.weight'``.
+
+    Args:
+        name: our name.
+        model_type: the type of the model, by which its matrix is called.
 
     Raises:
         ValueError: if it is no adapter's.
@@ -59,7 +64,7 @@ def peft_name(name: str) -> str:
     if of_adapter is None:
         raise ValueError(f"{name} belongs to no adapter")
     matrix, weight = of_adapter
-    return f"{_PREFIX}{hugging_face_name(matrix).removesuffix('weight')}{weight.stored_name}"
+    return f"{_PREFIX}{hugging_face_name(matrix, model_type).removesuffix('weight')}{weight.stored_name}"
 
 
 def adapter_json(lora: LoRA, base: str) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
         raise WeightsError(f"{folder} holds no {ADAPTERS}; download it")
     tensors = read_header(file)
     check_same_adapters(spec, _as_lora(kind, config, tensors, folder), folder)
-    names = {peft_name(name): name for name in spec.adapter_shapes}
+    names = {peft_name(name, spec.model_type): name for name in spec.adapter_shapes}
     check_shapes(
         {stored: spec.adapter_shapes[ours] for stored, ours in names.items()},
         {name: tensor.shape for name, tensor in tensors.items() if not name.endswith(_BASE)},

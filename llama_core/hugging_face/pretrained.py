@@ -354,7 +354,7 @@ def where_stored(name: str, spec: ModelSpec, source: Path) -> str:
     if holder is None or is_checkpoint(holder):
         return f"{name} of {holder or source}"
     if in_adapters:
-        return f"{peft_name(name)} in {holder / ADAPTERS}"
+        return f"{peft_name(name, spec.model_type)} in {holder / ADAPTERS}"
     stored = hugging_face_weights(stored_model(spec, origin), holder)
     tensors = stored[name if name in stored else dense_name(name)]
     files = ", ".join(sorted({tensor.file.name for tensor in tensors}))

@@ -257,9 +257,9 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
     assert spec.lora is not None
     if spec.lora.take_principal_part:
         source = OverWhole(spec, spec.lora, base_source(spec, origin_of(checkpoint)), source)
-    names = {peft_name(name): name for name in spec.adapter_shapes}
+    names = {peft_name(name, spec.model_type): name for name in spec.adapter_shapes}
     written = replace(spec, lora=spec.lora.in_folder).adapter_shapes
-    shapes = {peft_name(name): shape for name, shape in written.items()}
+    shapes = {peft_name(name, spec.model_type): shape for name, shape in written.items()}
     _write_file(folder / ADAPTERS, source, shapes, dtype, names)
 
 
