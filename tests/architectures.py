@@ -67,6 +67,7 @@ VALUES = {
     ),
     "moe.num_experts": (8, 4),
     "moe.expert_size": (0, 768),
+    "moe.shared_size": (0, 1280),
     "moe.experts_per_token": (2, 1),
     "moe.moe_layers": (None, (0,)),
     "moe.gates": ("softmax_chosen", "softmax_all", "sigmoid"),

@@ -64,7 +64,7 @@ UNFUSED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5)
 SPARSE_RELATIVE = replace(OTHER_RELATIVE, moe=MoE(num_experts=4, gates="softmax_all"))
 OTHER_SPARSE = replace(
     UNTIED,
-    moe=SPARSE.moe.model_copy(update={"gates": "sigmoid"}),
+    moe=SPARSE.moe.model_copy(update={"gates": "sigmoid", "shared_size": 40}),
 )
 """Experts with other values of their traits."""
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
@@ -78,7 +78,7 @@ PACKED = replace(
 )
 """Adapters over matrices in NF4, whose rows are some blocks long."""
 HYBRID = replace(
-    SPARSE,
+    OTHER_SPARSE,
     lora=LoRA(lora_rank=4, target_modules=TARGETS),
     trainable=("*_norm.*", "norm", "layers.2.attention.wv.weight"),
 )

@@ -253,17 +253,33 @@ class ModelSpec:
         return (self.moe.expert_size if self.moe else 0) or self.ffn_size
 
     @property
+    def shared_size(self) -> int:
+        """Width of the feed-forward beside the experts; 0 if there is none."""
+        return self.moe.shared_size if self.moe else 0
+
+    @property
+    def dense_widths(self) -> dict[str, int]:
+        """The widths of the feed-forwards that every token of their layer goes through, by what they count."""
+        widths = {}
+        if self.num_sparse_layers < self.num_layers:
+            widths["feed-forward columns"] = self.ffn_size
+        if self.shared_size:
+            widths["columns of the shared expert"] = self.shared_size
+        return widths
+
+    @property
     def divided_by_tp(self) -> dict[str, int]:
         """The counts that tensor-parallel ranks must divide evenly, by what they count."""
         counts = {"key/value heads": self.num_kv_heads, "tokens of the vocabulary": self.vocab_size}
-        widths = {self.ffn_size: "feed-forward columns"} if self.num_sparse_layers < self.num_layers else {}
-        if self.moe:
-            widths.setdefault(self.expert_size, "columns of an expert")
-        counts |= {what: width for width, what in widths.items()}
+        counts |= self.dense_widths
+        if self.moe and self.expert_size not in counts.values():
+            counts["columns of an expert"] = self.expert_size
         if self.packed:
             # the inputs of these two are divided: a rank has a part of each row, in whole blocks
             counts["blocks of NF4 in a row of o_proj"] = self.q_size // nf4.BLOCK
             counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // nf4.BLOCK
+            if self.shared_size:
+                counts["blocks of NF4 in a row of shared_experts.down_proj"] = self.shared_size // nf4.BLOCK
         return counts
 
     # What is in which block?
@@ -359,12 +375,13 @@ class ModelSpec:
 
     @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Columns and rows of each matrix of a dense layer, by Hugging Face's names."""
+        """Columns and rows of each matrix of a layer that is no router and of no expert, by Hugging Face's names."""
         shapes: dict[str, tuple[int, int]] = {}
-        for weight in self.weights_of_layer(sparse=False):
-            if weight.is_matrix:
-                rows, columns = self.shape_of(weight)
-                shapes[weight.stored_name.split(".")[-2]] = (columns, rows)
+        for sparse in (False, True):
+            for weight in self.weights_of_layer(sparse=sparse):
+                if weight.is_matrix and not is_of_experts(f"layers.0.{weight.name}"):
+                    rows, columns = self.shape_of(weight)
+                    shapes[part_name(f"layers.0.{weight.name}")] = (columns, rows)
         return shapes
 
     @property
@@ -385,8 +402,11 @@ class ModelSpec:
                 continue
             path = name.removesuffix("weight")
             matrix = matrix_name(path.removesuffix("."))
+            rows, columns = self.parameter_shapes[name]
+            if matrix == EMBEDDING:  # a matrix over tokens
+                rows, columns = columns, rows
             for weight in self.lora.weights(matrix):
-                shapes[f"{path}{weight.name}"] = self.lora.shape(weight, *self.target_shapes[matrix])
+                shapes[f"{path}{weight.name}"] = self.lora.shape(weight, columns, rows)
         return shapes
 
     def _weights(self) -> Iterator[tuple[str, Weight]]:

@@ -24,6 +24,10 @@ def _bias(name: str, stored_name: str, size: str, divided: Division = "outputs",
     return Weight(name, stored_name, (size,), divided, "zeros", decayed=False, only_with=only_with)
 
 
+def _part(weight: Weight) -> str:
+    return weight.stored_name.removesuffix(".weight").removeprefix("self_attn.").removeprefix("mlp.")
+
+
 # fmt: off
 EMBEDDING_WEIGHT = Weight(
     "tok_embeddings.weight", "model.embed_tokens.weight", ("vocab_size", "hidden_size"), "vocabulary"
@@ -63,6 +67,15 @@ _MIXTURE = (
     Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight",
            ("num_experts", "expert_size", "hidden_size"), "outputs"),
 )
+# named as in DeepSeek-V3, whose several shared experts are one of their widths together
+_SHARED = (
+    Weight("feed_forward.shared.w1.weight", "mlp.shared_experts.gate_proj.weight",
+           ("shared_size", "hidden_size"), "outputs", only_with="shared_size"),
+    Weight("feed_forward.shared.w2.weight", "mlp.shared_experts.down_proj.weight",
+           ("hidden_size", "shared_size"), "inputs", "residual", only_with="shared_size"),
+    Weight("feed_forward.shared.w3.weight", "mlp.shared_experts.up_proj.weight",
+           ("shared_size", "hidden_size"), "outputs", only_with="shared_size"),
+)
 _AFTER_FEED_FORWARD = (
     _norm("ffn_post_norm.weight", "post_mlp_layernorm.weight", only_with="norms_after"),
 )
@@ -72,19 +85,19 @@ ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
 ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layernorm"
 """The norms after them, as it calls them in a GLM-4, which has all four."""
 
-_IN_LAYERS = {weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_AFTER_FEED_FORWARD)}
+_IN_LAYERS = {
+    weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_SHARED, *_AFTER_FEED_FORWARD)
+}
 _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
 SHOWN_BY_NAMES = frozenset(weight.only_with for weight in _IN_LAYERS.values() if weight.only_with is not None)
 """The traits of models that have weights which others lack."""
 _ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
 _OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
-DIVIDED_INPUTS = frozenset(
-    weight.stored_name.split(".")[-2]
-    for weight in (EMBEDDING_WEIGHT, *_ATTENTION, *_FEED_FORWARD)
-    if weight is EMBEDDING_WEIGHT or weight.divided == "inputs"
+DIVIDED_INPUTS = frozenset({"embed_tokens"}).union(
+    _part(weight) for weight in (*_ATTENTION, *_FEED_FORWARD, *_SHARED) if weight.divided == "inputs"
 )
-"""The matrices whose inputs tensor-parallel ranks divide, by Hugging Face's names; of the others
-they divide the outputs. The embedding is a matrix over tokens."""
+"""The matrices whose inputs tensor-parallel ranks divide, by ``part_name``; of the others they divide
+the outputs. The embedding is a matrix over tokens."""
 
 
 def weight_of(name: str) -> Weight:
@@ -110,7 +123,7 @@ def adapter_weight(name: str) -> tuple[str, Weight] | None:
 
 def rows_of_layer(*, sparse: bool) -> tuple[Weight, ...]:
     """Return the rows of a layer with experts, or of a dense one, optional ones included."""
-    return (*_ATTENTION, *(_MIXTURE if sparse else _FEED_FORWARD), *_AFTER_FEED_FORWARD)
+    return (*_ATTENTION, *((*_MIXTURE, *_SHARED) if sparse else _FEED_FORWARD), *_AFTER_FEED_FORWARD)
 
 
 def is_decayed(name: str) -> bool:
@@ -173,8 +186,7 @@ def matrix_name(path: str) -> str:
 
 def part_name(name: str) -> str:
     """Return Hugging Face's name for a norm, a matrix or a bias within its layer: ``q_proj``, ``q_proj.bias``."""
-    stored_name = weight_of(name).stored_name.removesuffix(".weight")
-    return stored_name.removeprefix("self_attn.").removeprefix("mlp.")
+    return _part(weight_of(name))
 
 
 def matches(name: str, pattern: str, model_type: ModelType) -> bool:

@@ -224,7 +224,8 @@ class LoRA(_Strategy):
             shapes: columns and rows of every matrix that can have an adapter.
             tied: whether the model's head shares the embedding's weights.
         """
-        uneven = [name for name in MATRICES if shapes[name][0] % nf4.BLOCK]
+        in_layers = [name for name in shapes if name not in {EMBEDDING, HEAD}]
+        uneven = [name for name in in_layers if shapes[name][0] % nf4.BLOCK]
         if self.base == "nf4" and uneven:
             yield (
                 f"lora.base=nf4 needs rows of a multiple of {nf4.BLOCK} numbers, but {uneven[0]} has "
@@ -235,11 +236,16 @@ class LoRA(_Strategy):
                 f"lora.target_modules has {' and '.join(self.outside_layers)}, but this model uses one matrix as both "
                 "embedding and head, so the adapter could not be merged; leave it out"
             )
-        lowest, matrix = min((min(shapes[name]), name) for name in self.target_modules)
+        lowest, matrix = min((min(shapes[name]), name) for name in shapes if last_word(name) in self.target_modules)
         for size in sorted(self.kind.sizes):
             rank = getattr(self, size)
             if rank > lowest:
                 yield f"lora.{size}={rank} is above the largest rank of {matrix}; use at most {lowest}"
+
+
+def last_word(name: str) -> str:
+    """Return the word by which adapters call a matrix: ``up_proj`` for ``'shared_experts.up_proj'``."""
+    return name.rpartition(".")[2]
 
 
 def adaptable(kind: AdapterType) -> tuple[str, ...]:
@@ -263,6 +269,8 @@ class MoE(_Strategy):
     """Experts per layer, each a feed-forward."""
     expert_size: int = Field(0, ge=0)
     """Width of each; 0 for that of a dense layer's feed-forward, architecture.ffn_size."""
+    shared_size: int = Field(0, ge=0)
+    """Width of a feed-forward beside the experts, which every token goes through, as Llama 4's; 0 for none."""
     experts_per_token: int = Field(2, ge=1)
     """Experts that each token is routed to."""
     moe_layers: _Layers | None = None
@@ -293,9 +301,10 @@ class MoE(_Strategy):
             return (layer + 1) % self.moe_layers == 0
         return self.moe_layers is None or layer in self.moe_layers
 
-    def with_widths(self, expert_size: int) -> Self:
-        """Return the same experts in another width, if they have one of their own."""
-        return self.model_copy(update={"expert_size": expert_size if self.expert_size else 0})
+    def with_widths(self, expert_size: int, shared_size: int) -> Self:
+        """Return the same experts in other widths, where they have one of their own."""
+        widths = {"expert_size": expert_size, "shared_size": shared_size}
+        return self.model_copy(update={name: width for name, width in widths.items() if getattr(self, name)})
 
     def no_copies(self, ffn_size: int) -> str:
         """Return why experts cannot begin as copies of a dense layer's feed-forward; empty if they can."""
@@ -303,6 +312,11 @@ class MoE(_Strategy):
             return (
                 f"experts of moe.expert_size={self.expert_size} cannot begin as copies of feed-forwards of "
                 f"{ffn_size} columns; set moe.expert_size=0, or begin with weights of a mixture"
+            )
+        if self.shared_size:
+            return (
+                f"moe.shared_size={self.shared_size} is of a feed-forward beside experts, which weights without "
+                "experts lack; set moe.shared_size=0, or begin with weights of a mixture"
             )
         return ""
 

@@ -550,15 +550,20 @@ def use_kernels(model: nn.Module, told: DocumentAttention = "none", *, asked: st
 class FeedForward(nn.Module):
     """SwiGLU or GeGLU: ``w2(activation(w1 x) * w3 x)``, with gate projection w1, up projection w3, down projection w2.
 
+    Args:
+        spec: the architecture.
+        width: columns of w2; default: ``spec.ffn_size``.
+
     Source: Shazeer 2020, arXiv:2002.05202.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, width: int | None = None) -> None:
         super().__init__()
+        width = width or spec.ffn_size
         self.activation = spec.activation
-        self.w1 = Linear(spec.hidden_size, spec.ffn_size)
-        self.w2 = Linear(spec.ffn_size, spec.hidden_size)  # no backward needs its result
-        self.w3 = Linear(spec.hidden_size, spec.ffn_size)
+        self.w1 = Linear(spec.hidden_size, width)
+        self.w2 = Linear(width, spec.hidden_size)  # no backward needs its result
+        self.w3 = Linear(spec.hidden_size, width)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the feed-forward output, in the shape and dtype of ``x_BSD``."""

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import Partial, Replicate
 from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
@@ -93,8 +94,15 @@ class Experts(nn.Module):
         return out_RD
 
 
+class SharedExpert(FeedForward):
+    """The feed-forward beside the experts, which every token goes through."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec, spec.shared_size)
+
+
 class MixtureOfExperts(nn.Module):
-    """A router, and the experts that it sends each token to.
+    """A router, the experts that it sends each token to, and the one that all tokens share, if there is one.
 
     Args:
         spec: the architecture.
@@ -111,13 +119,22 @@ class MixtureOfExperts(nn.Module):
         self.moe = moe
         self.router = Linear(spec.hidden_size, moe.num_experts)
         self.experts = Experts(spec, moe.num_experts)
+        self.shared = SharedExpert(spec) if moe.shared_size else None
         self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = _run_here
         """Sends tokens, sorted by expert, [R, D], through the experts, given the number of each expert's tokens."""
         self.count_rows: Callable[[Tensor], Tensor] = _unchanged
         """Returns the tokens of each row and expert, [B, E], over whole sequences, from those of the part held here."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the experts' outputs, weighted by the gates, in the shape and dtype of ``x_BSD``."""
+        """Return the experts' outputs, weighted by the gates, plus that of the shared one, as ``x_BSD`` is.
+
+        A tensor-parallel rank returns its part of a sum.
+        """
+        routed_BSD = self._routed(local_part(x_BSD, Partial()))
+        return routed_BSD if self.shared is None else routed_BSD + local_part(self.shared(x_BSD), Replicate())
+
+    def _routed(self, x_BSD: Tensor) -> Tensor:
+        """Return the experts' outputs, weighted by the gates."""
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = self.router(x_BSD.to(wide))
         gates_BSK, chosen_BSK = choose_experts(logits_BSE, self.moe)

@@ -35,7 +35,7 @@ from llama_core.config.models import ModelSpec
 from llama_core.models.head import HeadInputs
 from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
-from llama_core.models.moe import MixtureOfExperts
+from llama_core.models.moe import MixtureOfExperts, SharedExpert
 from llama_core.parallel.vocabulary import vocab_parallel_embedding
 from llama_core.weight_rows import INPUTS, OUTPUTS, Division, Weight
 
@@ -59,13 +59,17 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         MixtureOfExperts: RoutedAlike(stream),
         NormOfHeads: SummedNorm(),
     }
+    # what a shared expert writes is added to what this rank's part of the experts writes
+    of_shared = of_weights | {"inputs": Rows(Partial(), adapter, use_local_output=False)}
     modules = dict(model.named_modules())
     styles = {name: of_modules[type(module)] for name, module in modules.items() if type(module) in of_modules}
     for name in model.spec.parameter_shapes:
         module, _, _ = name.rpartition(".")
         if module in modules and module not in styles and not is_of_experts(name):  # a mixture divides its own
-            styles[module] = of_weights[weight_of(name).divided]
-    return styles
+            parent = modules[module.rpartition(".")[0]]
+            styles[module] = (of_shared if isinstance(parent, SharedExpert) else of_weights)[weight_of(name).divided]
+    # those inside a mixture first, which then replicates what is not divided
+    return dict(reversed(styles.items()))
 
 
 def _weights_of_heads(spec: ModelSpec) -> frozenset[str]:
@@ -128,12 +132,13 @@ class Rows(RowwiseParallel):
     gradient, which the ranks sum up like that of a norm.
 
     Args:
-        stream: placement of the residual stream.
+        stream: placement of the residual stream, or of what is left of the sum.
         adapter: the rows of the weights of its adapter, if it has one.
+        use_local_output: whether the result is a plain tensor.
     """
 
-    def __init__(self, stream: Placement, adapter: Sequence[Weight] = ()) -> None:
-        super().__init__(output_layouts=stream)
+    def __init__(self, stream: Placement, adapter: Sequence[Weight] = (), *, use_local_output: bool = True) -> None:
+        super().__init__(output_layouts=stream, use_local_output=use_local_output)
         self.stream = stream
         self.placements = {"bias": Replicate(), **_placements(Shard(1), INPUTS, adapter)}
 
@@ -253,9 +258,8 @@ class RoutedAlike(ParallelStyle):
             output_fn=self._summed,  # type: ignore[arg-type]
         )
 
-    def _gathered(self, _: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Tensor:
-        stream = DTensor.from_local(inputs[0], mesh, [self.stream])
-        return local_part(stream.redistribute(placements=[Replicate()]), Partial())
+    def _gathered(self, _: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> DTensor:
+        return DTensor.from_local(inputs[0], mesh, [self.stream]).redistribute(placements=[Replicate()])
 
     def _summed(self, _: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(part, mesh, [Partial()]).redistribute(placements=[self.stream]).to_local()

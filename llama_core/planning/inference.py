@@ -83,7 +83,7 @@ def passing_width(spec: ModelSpec, tp: int) -> int:
 def _widest(spec: ModelSpec) -> int:
     """Return the most numbers that a block holds of a token: in attention, or in the feed-forward network."""
     attention = 4 * spec.q_size + 2 * spec.kv_size  # with keys and values repeated for every query head
-    widest = max(attention, 4 * spec.ffn_size)
+    widest = max(attention, 4 * max(spec.dense_widths.values(), default=0))
     if spec.moe is None:
         return widest
     of_expert = 4 * spec.expert_size + 2 * spec.hidden_size  # and its input and output

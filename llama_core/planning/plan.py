@@ -260,9 +260,9 @@ class ParallelPlan:
             "the hidden size": spec.hidden_size,
             f"the query columns over tp={self.tp}": spec.q_size // self.tp,
             f"the key/value columns over tp={self.tp}": spec.kv_size // self.tp,
-            f"the feed-forward columns over tp={self.tp}": spec.ffn_size // self.tp,
             "the tokens of a forward": self.rows_per_forward * seq_len // self.cp,
         }
+        sizes |= {f"the {what} over tp={self.tp}": width // self.tp for what, width in spec.dense_widths.items()}
         for what, size in sizes.items():
             if size % FP8_MULTIPLE:
                 yield f"precision fp8 needs multiples of {FP8_MULTIPLE}, but {what} are {size}; use bf16"

@@ -179,7 +179,7 @@ def small_spec(spec: ModelSpec, plan: ParallelPlan, *, layers_per_stage: int) ->
         num_kv_heads=plan.ranks_of_heads,
         head_dim=8,
         ffn_size=35 * plan.tp,
-        moe=few.moe and few.moe.with_widths(39 * plan.tp),
+        moe=few.moe and few.moe.with_widths(39 * plan.tp, 41 * plan.tp),
         vocab_size=37 * plan.tp,
         lora=spec.lora and spec.lora.model_copy(update=dict.fromkeys(spec.lora.kind.sizes, 3)),
     )

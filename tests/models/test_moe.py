@@ -57,7 +57,7 @@ def expert_by_expert(layer, x):
             "softmax_all": [logits[e].exp() / everything for e in chosen],
             "sigmoid": [1 / (1 + (-logits[e]).exp()) for e in chosen],
         }[moe.gates]
-        row = 0
+        row = layer.shared(token) if layer.shared else 0
         for gate, e in zip(gates, chosen, strict=True):
             row = row + gate * (w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token)))
         rows.append(row)
@@ -93,6 +93,7 @@ TRAITS = {
     "a softmax over all": {"gates": "softmax_all"},
     "sigmoids": {"gates": "sigmoid"},
     "narrow experts": {"expert_size": 24},
+    "an expert for all tokens": {"shared_size": 40},
 }
 
 

@@ -134,7 +134,11 @@ def from_spec(spec: ModelSpec) -> Architecture:
     if spec.moe:
         num_dense_layers = spec.num_layers - spec.num_sparse_layers
         experts = RoutedExperts(
-            spec.moe.num_experts, spec.moe.experts_per_token, spec.expert_size, num_dense_layers=num_dense_layers
+            spec.moe.num_experts,
+            spec.moe.experts_per_token,
+            spec.expert_size,
+            shared_ffn_size=spec.shared_size,
+            num_dense_layers=num_dense_layers,
         )
     return Architecture(
         spec.hidden_size,

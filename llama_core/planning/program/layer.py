@@ -11,7 +11,7 @@ from typing import Literal
 from llama_core.config.model_spec import LayerTraits
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import MoE
+from llama_core.config.strategy import MoE, last_word
 from llama_core.planning.program import nf4
 from llama_core.planning.program.model import ModelProgram
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Operation, Size
@@ -29,6 +29,8 @@ It recomputes those of wk and w3. No backward reads the product of w2.
 """
 COSTLY = frozenset({"q_proj", "v_proj", "o_proj", "gate_proj"})
 """Hugging Face's names of ``KEPT_PRODUCTS``."""
+_SHARED = "shared_experts."
+"""Before the names of the matrices of a shared expert."""
 
 
 class Layer(ModelProgram):
@@ -88,16 +90,32 @@ class Layer(ModelProgram):
     def feed_forward(self, x: int) -> int:
         """Append a gated feed-forward: ``down(activation(gate x) * up x)``."""
         whole = self.gather(x)
-        gate = self.linear(whole, "gate_proj")
-        up = self.linear(whole, "up_proj")
-        hidden = self.gated(gate, up)
+        hidden = self.to_hidden(whole)
         out = self.scatter(self.linear(hidden, "down_proj"))
         self.end(x, whole, hidden)
         return out
 
+    def to_hidden(self, x: int, prefix: str = "") -> int:
+        """Append the part of a feed-forward before its last matrix; a prefix tells which one's."""
+        gate = self.linear(x, f"{prefix}gate_proj")
+        up = self.linear(x, f"{prefix}up_proj")
+        return self.gated(gate, up)
+
     def mixture(self, x: int, moe: MoE) -> int:
-        """Append a router, which sends copies of every token through some of the experts, and sums their results."""
+        """Append experts, and the one that all tokens share, if there is one."""
         whole = self.gather(x)
+        out = self.routed(whole, moe)
+        if moe.shared_size:
+            hidden = self.to_hidden(whole, _SHARED)
+            shared = self.linear(hidden, f"{_SHARED}down_proj")
+            self.end(hidden)
+            out = self.add(out, shared)
+        out = self.scatter(out)
+        self.end(x, whole)
+        return out
+
+    def routed(self, whole: int, moe: MoE) -> int:
+        """Append a router, which sends copies of every token through some of the experts, and sums their results."""
         hidden = self.spec.hidden_size
         copies = self.tokens * moe.experts_per_token
         # every tensor-parallel rank routes all tokens, and gets a part of the router's gradient
@@ -118,8 +136,6 @@ class Layer(ModelProgram):
         weighted = self.result("multiply", [results, gates], self.sizes[results])
         out = self.result("reduce", [weighted], self.sizes[whole])
         self.end(logits, gates, chosen, order, place, tokens, sorted_results, results)
-        out = self.scatter(out)
-        self.end(x, whole)
         return out
 
     def choose_experts(self, logits: int, copies: int, moe: MoE) -> tuple[int, int]:
@@ -169,7 +185,7 @@ class Layer(ModelProgram):
             columns, rows = self.local_shape(name)
             out = self.product(x, self.matrix(name, columns * rows), rows)
         self.matrix_products.add(out)
-        if name in COSTLY:
+        if last_word(name) in COSTLY:
             self.costly.add(out)
         if self.spec.lora is None or name not in self.traits.adapted:
             return out
