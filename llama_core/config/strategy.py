@@ -278,6 +278,8 @@ class MoE(_Strategy):
     gates: Gates = "softmax_chosen"
     """What makes gates of the router's logits: a softmax over the chosen experts (as Mixtral's, they add up to 1) or
     over all of them, or the sigmoid of each (as Llama 4's)."""
+    gate_inputs: bool = False
+    """Whether a gate multiplies what its expert gets, as in Llama 4, in place of what it returns."""
     balance_loss_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss that spreads tokens evenly over experts, summed over layers; default: Switch Transformer's."""
     z_loss_coefficient: float = Field(0.001, ge=0)

@@ -146,9 +146,13 @@ class MixtureOfExperts(nn.Module):
         place_R = order_R.argsort()
         place_TK = place_R.view(gates_TK1.shape[:2])
         tokens_RD: Tensor = _Spread.apply(x_BSD.flatten(0, 1), order_R, place_TK)  # type: ignore[no-untyped-call]
+        if self.moe.gate_inputs:
+            tokens_RD = tokens_RD * rearrange(gates_TK1.flatten(0, 1), order_R, place_R)
         results_RD = self.run_experts(self.experts, tokens_RD, held_BE.sum(0))
         results_TKD = rearrange(results_RD, place_R, order_R).view(*place_TK.shape, -1)
-        return (results_TKD * gates_TK1).sum(1).view_as(x_BSD)
+        if not self.moe.gate_inputs:
+            results_TKD = results_TKD * gates_TK1
+        return results_TKD.sum(1).view_as(x_BSD)
 
     def _watched(self, gates_BSK: Tensor, logits_BSE: Tensor, held_BE: Tensor, scale: Tensor) -> Tensor:
         """Return the gates, whose backward adds the gradients of the auxiliary losses; record the statistics."""

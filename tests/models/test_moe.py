@@ -59,7 +59,8 @@ def expert_by_expert(layer, x):
         }[moe.gates]
         row = layer.shared(token) if layer.shared else 0
         for gate, e in zip(gates, chosen, strict=True):
-            row = row + gate * (w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token)))
+            inner, outer = (gate, 1) if moe.gate_inputs else (1, gate)
+            row = row + outer * (w2[e] @ (F.silu(w1[e] @ token * inner) * (w3[e] @ token * inner)))
         rows.append(row)
     return torch.stack(rows).view_as(x)
 
@@ -94,6 +95,8 @@ TRAITS = {
     "sigmoids": {"gates": "sigmoid"},
     "narrow experts": {"expert_size": 24},
     "an expert for all tokens": {"shared_size": 40},
+    "gates on inputs": {"gate_inputs": True},
+    "gates on inputs, sigmoids, shared": {"gate_inputs": True, "gates": "sigmoid", "shared_size": 40},
 }
 
 

@@ -131,10 +131,14 @@ class Layer(ModelProgram):
         gates = self.cast(gates, self.itemsize)
         order, place = self.sort(chosen, copies)
         tokens = self.result("rearrange", [whole, place], Size(copies * hidden, self.itemsize))
+        if moe.gate_inputs:
+            sorted_gates = self.result("rearrange", [gates, place], self.sizes[gates])
+            tokens = self.result("multiply", [tokens, sorted_gates], self.sizes[tokens])
         sorted_results = self.run_experts(tokens, copies, moe)
         results = self.result("rearrange", [sorted_results, order], self.sizes[tokens])
-        weighted = self.result("multiply", [results, gates], self.sizes[results])
-        out = self.result("reduce", [weighted], self.sizes[whole])
+        if not moe.gate_inputs:
+            results = self.result("multiply", [results, gates], self.sizes[results])
+        out = self.result("reduce", [results], self.sizes[whole])
         self.end(logits, gates, chosen, order, place, tokens, sorted_results, results)
         return out
 
