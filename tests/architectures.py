@@ -41,6 +41,7 @@ VALUES = {
     "ffn_size": (1024, 1536, 2816),
     "qkv_bias": (False, True),
     "o_bias": (False, True),
+    "rope_pairs": ("halves", "adjacent"),
     "qk_norm": (False, True),
     "qk_norm_width": ("head", "all"),
     "norms": ("pre", "post", "both"),

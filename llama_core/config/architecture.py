@@ -8,7 +8,7 @@ from pydantic import Field
 from llama_core.config.config_json.reading import absolute_path, folder_name, is_folder, read_folder
 from llama_core.config.model_spec import Activation, NormPlacement, NormWidth
 from llama_core.config.models import LONGEST_DEFAULT, ModelSpec, model_spec
-from llama_core.config.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, RopePairs, RopeScaling, YarnScaling
 from llama_core.config.section import Key, Section
 from llama_core.errors import ConfigError
 
@@ -125,6 +125,8 @@ class ArchitectureConfig(Section):
     """Base of the rotary embedding; a larger base rotates slower, for longer sequences."""
     rope_scaling: RopeScalingConfig = RopeScalingConfig()
     """Scaling of the rotary embedding."""
+    rope_pairs: RopePairs | None = None
+    """What is rotated together: i and i + head_dim / 2 (halves), or 2i and 2i + 1 (adjacent), as in Llama 4."""
     max_context: int | None = Field(None, ge=2)
     """Longest sequence allowed in training, in tokens; default: the model's, extended by rope_scaling."""
     instruct: bool | None = None

@@ -20,7 +20,7 @@ from llama_core.config.model_weights import (
     part_name,
     rows_of_layer,
 )
-from llama_core.config.rope import RopeScaling, RotaryEmbedding
+from llama_core.config.rope import RopePairs, RopeScaling, RotaryEmbedding
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError
 from llama_core.weight_rows import Weight
@@ -69,7 +69,7 @@ class ModelSpec:
         |   attention_norm         norms (pre, both), norm_eps
         |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
         |   q_norm, k_norm         qk_norm, qk_norm_width
-        |   rotation               rope_theta, rope_scaling, windowed_rope_theta
+        |   rotation               rope_theta, rope_scaling, windowed_rope_theta, rope_pairs
         |   attention              sliding_window, windowed_layers, attention_soft_cap,
         |                          attention_sinks, query_pre_attn_scalar
         |   output projection      o_bias
@@ -115,6 +115,8 @@ class ModelSpec:
     default_seq_len: int
     """Default sequence length of training, in tokens."""
     rope_scaling: RopeScaling | None = None
+    rope_pairs: RopePairs = "halves"
+    """Which numbers of a head are rotated together: i and i + ``head_dim`` / 2, or 2i and 2i + 1."""
 
     # embedding and head
     tied_embeddings: bool = False

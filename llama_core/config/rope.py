@@ -123,6 +123,8 @@ def _refuse_to_shorten(factor: float) -> None:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+RopePairs = Literal["halves", "adjacent"]
+"""Which numbers of a head of H are rotated together: i and i + H/2, or 2i and 2i + 1."""
 
 
 class RotaryEmbedding(NamedTuple):

@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
 from llama_core.config.model_spec import Activation, ModelSpec
-from llama_core.config.rope import LinearScaling, RotaryEmbedding, YarnScaling
+from llama_core.config.rope import LinearScaling, RopePairs, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
 from llama_core.models.block_attention import GROUPED_HEADS
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
@@ -285,9 +285,20 @@ def rotation(rope: RotaryEmbedding, positions_BS: Tensor, dtype: torch.dtype = t
     return Rotation(cos_BS1R.to(dtype), sin_BS1R.to(dtype))
 
 
-def rotate(x_BSNH: Tensor, rotary: Rotation) -> Tensor:
-    """Rotate the pairs (i, i + H/2) of every head, as Hugging Face lays them out; computed in the rotation's dtype."""
-    first_BSNR, second_BSNR = x_BSNH.to(rotary.cos.dtype).chunk(2, dim=-1)
+def rotate(x_BSNH: Tensor, rotary: Rotation, pairs: RopePairs = "halves") -> Tensor:
+    """Rotate pairs of numbers of every head; computed in the rotation's dtype.
+
+    Args:
+        x_BSNH: queries or keys.
+        rotary: the rotation of every token.
+        pairs: (i, i + H/2), as Hugging Face lays out most models, or (2i, 2i + 1). The results of both have the first
+            of each pair in their first half: scores do not show the order, which queries and keys share.
+    """
+    wide_BSNH = x_BSNH.to(rotary.cos.dtype)
+    if pairs == "adjacent":
+        first_BSNR, second_BSNR = torch.unflatten(wide_BSNH, -1, (-1, 2)).unbind(-1)
+    else:
+        first_BSNR, second_BSNR = wide_BSNH.chunk(2, dim=-1)
     rotated_BSNH = torch.cat(
         (
             first_BSNR * rotary.cos - second_BSNR * rotary.sin,
@@ -478,6 +489,7 @@ class Attention(nn.Module):
         """What it has to compute."""
         self.head_dim = spec.head_dim
         self.query_factor = spec.query_factor
+        self.rope_pairs = spec.rope_pairs
         self.use_kernel(kernel_told(self.needs, "none"))
         self.with_earlier: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
@@ -514,7 +526,7 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             q_BSNH = q_BSNH * self.query_factor
         # tokens stay first in memory, so that flattening the heads afterwards copies nothing
-        q_BNSH, k_BKSH = (rotate(x, rotary).transpose(1, 2) for x in (q_BSNH, k_BSKH))
+        q_BNSH, k_BKSH = (rotate(x, rotary, self.rope_pairs).transpose(1, 2) for x in (q_BSNH, k_BSKH))
         v_BKSH = v_BSKH.transpose(1, 2)
         if self.with_earlier is not None:
             k_BKSH, v_BKSH = self.with_earlier(k_BKSH, v_BKSH)

@@ -25,6 +25,7 @@ NOT_YET = {
     "attention_soft_cap": {"attention_soft_cap": 30.0},
     "attention_sinks": {"attention_sinks": True},
     "o_bias": {"o_bias": True},
+    "rope_pairs": {"rope_pairs": "adjacent"},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {

@@ -9,6 +9,7 @@ from parity import UNTIED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Olmo3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from llama_core.config.models import model_spec
@@ -77,6 +78,16 @@ def test_rotation_keeps_the_dtype_and_the_length_of_every_head():
     rotated = rotate(x, rotation(LLAMA_405B.rope(0), torch.arange(9)[None]))
     assert rotated.dtype == torch.bfloat16
     torch.testing.assert_close(rotated.float().norm(dim=-1), x.float().norm(dim=-1), rtol=1e-2, atol=0)
+
+
+def test_adjacent_pairs_are_rotated_as_in_a_llama_4_up_to_their_order():
+    q, k = torch.randn(2, 2, 9, 3, LLAMA_405B.head_dim, generator=torch.Generator().manual_seed(0))
+    rotary = rotation(LLAMA_405B.rope(0), torch.arange(9)[None])
+    theirs = apply_rotary_emb(q, k, torch.complex(rotary.cos, rotary.sin)[:, :, 0])
+    ours = [rotate(x, rotary, "adjacent") for x in (q, k)]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.unflatten(-1, (2, -1)).mT.flatten(-2), other, rtol=0, atol=1e-5)
+    assert (rotate(q, rotary) - ours[0]).abs().max() > 1
 
 
 def test_layers_with_a_window_can_have_a_rotation_of_their_own():
