@@ -25,6 +25,7 @@ SAME_BLOCK = {
     "scaled_embedding": "a factor outside of blocks",
     "rope_theta": "cosines and sines are made outside of blocks",
     "rope_scaling": "likewise",
+    "query_temperature_floor": "likewise",
     "windowed_rope_theta": "likewise",
     "norm_eps": "a number that is added to a mean",
     "max_context": "which sequences are refused",
@@ -42,6 +43,8 @@ VALUES = {
     "qkv_bias": (False, True),
     "o_bias": (False, True),
     "rope_pairs": ("halves", "adjacent"),
+    "nope_layers": ((), (0,)),
+    "query_temperature_scale": (0.0, 0.1),
     "qk_norm": (False, True),
     "qk_norm_width": ("head", "all"),
     "norms": ("pre", "post", "both"),
@@ -92,6 +95,7 @@ SIZES_OF = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3
 NEEDS = {
     "qk_norm_width": {"qk_norm": True},
     "windowed_layers": {"sliding_window": 100},
+    "query_temperature_scale": {"nope_layers": (0,)},
     "trainable": {"lora": LoRA(), "qkv_bias": True, "o_bias": True, "qk_norm": True, "norms": "both"},
 }
 """What a field has no effect without, or is refused without."""

@@ -127,6 +127,12 @@ class ArchitectureConfig(Section):
     """Scaling of the rotary embedding."""
     rope_pairs: RopePairs | None = None
     """What is rotated together: i and i + head_dim / 2 (halves), or 2i and 2i + 1 (adjacent), as in Llama 4."""
+    nope_layers: tuple[int, ...] | None = Field(None, strict=False)
+    """The layers that do not rotate queries and keys, as in Llama 4; default: the model's, or none."""
+    query_temperature_scale: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """How fast a factor on the queries of nope_layers grows with their positions, as in Llama 4; 0 for none."""
+    query_temperature_floor: int | None = Field(None, ge=1)
+    """After how many tokens of a document that factor first grows; default: the model's, or 8192."""
     max_context: int | None = Field(None, ge=2)
     """Longest sequence allowed in training, in tokens; default: the model's, extended by rope_scaling."""
     instruct: bool | None = None

@@ -20,7 +20,7 @@ from llama_core.config.model_weights import (
     part_name,
     rows_of_layer,
 )
-from llama_core.config.rope import RopePairs, RopeScaling, RotaryEmbedding
+from llama_core.config.rope import QueryTemperature, RopePairs, RopeScaling, RotaryEmbedding
 from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
 from llama_core.errors import ConfigError
 from llama_core.weight_rows import Weight
@@ -45,6 +45,8 @@ class LayerTraits(NamedTuple):
     and have a router."""
     attention: AttentionNeeds
     """What its attention has to compute."""
+    rotates: bool
+    """Whether it rotates queries and keys."""
 
 
 class BaseShape(NamedTuple):
@@ -69,7 +71,8 @@ class ModelSpec:
         |   attention_norm         norms (pre, both), norm_eps
         |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
         |   q_norm, k_norm         qk_norm, qk_norm_width
-        |   rotation               rope_theta, rope_scaling, windowed_rope_theta, rope_pairs
+        |   rotation               rope_theta, rope_scaling, windowed_rope_theta, rope_pairs; none in
+        |                          nope_layers, with query_temperature_scale and _floor in its place
         |   attention              sliding_window, windowed_layers, attention_soft_cap,
         |                          attention_sinks, query_pre_attn_scalar
         |   output projection      o_bias
@@ -92,7 +95,8 @@ class ModelSpec:
     ``tied_embeddings``.
 
     Raises:
-        ConfigError: if ``moe`` or ``windowed_layers`` names layers that do not exist, or a trait lacks another.
+        ConfigError: if ``moe``, ``windowed_layers`` or ``nope_layers`` names layers that do not exist, or a trait lacks
+            another.
     """
 
     name: str
@@ -117,6 +121,13 @@ class ModelSpec:
     rope_scaling: RopeScaling | None = None
     rope_pairs: RopePairs = "halves"
     """Which numbers of a head are rotated together: i and i + ``head_dim`` / 2, or 2i and 2i + 1."""
+    nope_layers: tuple[int, ...] = ()
+    """The layers that do not rotate queries and keys, and so know positions only by what they see."""
+    query_temperature_scale: float = 0.0
+    """In these layers, a query at position p of its document is multiplied by 1 + this * log(1 + floor((p + 1) /
+    ``query_temperature_floor``)); 0 leaves it."""
+    query_temperature_floor: int = 8192
+    """After how many positions that begins, in tokens."""
 
     # embedding and head
     tied_embeddings: bool = False
@@ -174,10 +185,16 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         problems = list(self.moe.misfits(self.name, self.num_layers)) if self.moe else []
-        outside = [layer for layer in self.windowed_layers if layer not in range(self.num_layers)]
-        if outside:
-            layers = f"layers 0 to {self.num_layers - 1}"
-            problems.append(f"architecture.windowed_layers={outside} are not layers of {self.name}, which has {layers}")
+        for trait in ("windowed_layers", "nope_layers"):
+            outside = [layer for layer in getattr(self, trait) if layer not in range(self.num_layers)]
+            if outside:
+                layers = f"layers 0 to {self.num_layers - 1}"
+                problems.append(f"architecture.{trait}={outside} are not layers of {self.name}, which has {layers}")
+        if self.query_temperature_scale and not self.nope_layers:
+            problems.append(
+                f"architecture.query_temperature_scale={self.query_temperature_scale:g} needs "
+                "architecture.nope_layers: which layers it is for"
+            )
         if self.windowed_layers and not self.sliding_window:
             problems.append("architecture.windowed_layers needs architecture.sliding_window: how many tokens they see")
         if self.windowed_rope_theta and not self.windowed_layers:
@@ -301,8 +318,20 @@ class ModelSpec:
         has_window = not self.windowed_layers or layer in self.windowed_layers
         return self.sliding_window if has_window else 0
 
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates queries and keys."""
+        return layer not in self.nope_layers
+
+    def positions(self, layer: int) -> RotaryEmbedding | QueryTemperature | None:
+        """Return what a layer makes of positions: a rotation; else a factor on its queries, or nothing."""
+        if self.rotates(layer):
+            return self.rope(layer)
+        if not self.query_temperature_scale:
+            return None
+        return QueryTemperature(self.query_temperature_scale, self.query_temperature_floor)
+
     def rope(self, layer: int) -> RotaryEmbedding:
-        """Return the rotary embedding of a layer."""
+        """Return the rotary embedding of a layer, if it rotates."""
         if self.windowed_rope_theta and self.window(layer):
             return RotaryEmbedding(self.head_dim, self.windowed_rope_theta, None)
         return RotaryEmbedding(self.head_dim, self.rope_theta, self.rope_scaling)
@@ -342,7 +371,7 @@ class ModelSpec:
         for layer in range(self.num_layers):
             sparse = self.has_experts(layer)
             whole = trained[layer] | frozenset(FEED_FORWARD_MATRICES if sparse else ())
-            traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer))
+            traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer), self.rotates(layer))
             found.append(seen.setdefault(traits, traits))
         return tuple(found)
 
@@ -355,7 +384,8 @@ class ModelSpec:
             sparse = self._among_few(sparse, num_layers)
         moe = self.moe and self.moe.model_copy(update={"moe_layers": sparse})
         windowed = self.windowed_layers and self._among_few(self.windowed_layers, num_layers)
-        return replace(self, num_layers=num_layers, windowed_layers=windowed, moe=moe)
+        nope = self.nope_layers and self._among_few(self.nope_layers, num_layers)
+        return replace(self, num_layers=num_layers, windowed_layers=windowed, nope_layers=nope, moe=moe)
 
     def _among_few(self, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
         """Return which of a few layers stand for some of this model's: one at least, and not all unless these are."""

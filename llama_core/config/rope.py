@@ -134,3 +134,16 @@ class RotaryEmbedding(NamedTuple):
     theta: float
     """Its base."""
     scaling: RopeScaling | None
+
+
+class QueryTemperature(NamedTuple):
+    """A factor on the queries of a layer without rotation, which grows with their positions.
+
+    At position p it is ``1 + scale * log(1 + floor((p + 1) / floor))``.
+
+    Source: Nakanishi 2025, arXiv:2501.19399 (scalable softmax), and transformers' ``Llama4TextAttention``.
+    """
+
+    scale: float
+    floor: int
+    """In tokens."""

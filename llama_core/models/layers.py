@@ -23,7 +23,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
 from llama_core.config.model_spec import Activation, ModelSpec
-from llama_core.config.rope import LinearScaling, RopePairs, RotaryEmbedding, YarnScaling
+from llama_core.config.rope import LinearScaling, QueryTemperature, RopePairs, RotaryEmbedding, YarnScaling
 from llama_core.models.batch import Documents
 from llama_core.models.block_attention import GROUPED_HEADS
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
@@ -251,6 +251,10 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
+Positional = Rotation | Tensor | None
+"""What a layer knows of positions: a rotation; without one, a factor on each query, [B, S, 1, 1], or nothing."""
+
+
 def rope_frequencies(rope: RotaryEmbedding, device: torch.device | None = None) -> Tensor:
     """Return the angle per position of every rotated pair, in radians: fp32, [R].
 
@@ -283,6 +287,18 @@ def rotation(rope: RotaryEmbedding, positions_BS: Tensor, dtype: torch.dtype = t
         cos_BS1R *= rope.scaling.amplitude
         sin_BS1R *= rope.scaling.amplitude
     return Rotation(cos_BS1R.to(dtype), sin_BS1R.to(dtype))
+
+
+def positional(
+    kind: RotaryEmbedding | QueryTemperature | None, positions_BS: Tensor, dtype: torch.dtype = torch.float32
+) -> Positional:
+    """Return what a layer makes of the positions of every token in its document, which count from 0 (B may be 1)."""
+    if kind is None:
+        return None
+    if isinstance(kind, RotaryEmbedding):
+        return rotation(kind, positions_BS, dtype)
+    steps_BS11 = torch.floor((positions_BS[:, :, None, None].float() + 1) / kind.floor)
+    return (1 + kind.scale * steps_BS11.log1p()).to(dtype)
 
 
 def rotate(x_BSNH: Tensor, rotary: Rotation, pairs: RopePairs = "halves") -> Tensor:
@@ -515,7 +531,7 @@ class Attention(nn.Module):
         elif self.needs.sinks:
             self.attend = attend_with_sinks
 
-    def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
+    def forward(self, x_BSD: Tensor, positions: Positional, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
         # the number of heads comes from the projection, because tensor parallelism makes it narrower
         q_BSNH = self.wq(x_BSD).unflatten(-1, (-1, self.head_dim))
@@ -526,7 +542,7 @@ class Attention(nn.Module):
         if self.query_factor != 1.0:
             q_BSNH = q_BSNH * self.query_factor
         # tokens stay first in memory, so that flattening the heads afterwards copies nothing
-        q_BNSH, k_BKSH = (rotate(x, rotary, self.rope_pairs).transpose(1, 2) for x in (q_BSNH, k_BSKH))
+        q_BNSH, k_BKSH = (x.transpose(1, 2) for x in self.placed(q_BSNH, k_BSKH, positions))
         v_BKSH = v_BSKH.transpose(1, 2)
         if self.with_earlier is not None:
             k_BKSH, v_BKSH = self.with_earlier(k_BKSH, v_BKSH)
@@ -534,6 +550,14 @@ class Attention(nn.Module):
         out_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, mask, *sinks)
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
+
+    def placed(self, q_BSNH: Tensor, k_BSKH: Tensor, positions: Positional) -> tuple[Tensor, Tensor]:
+        """Return queries and keys as their positions change them."""
+        if isinstance(positions, Rotation):
+            return rotate(q_BSNH, positions, self.rope_pairs), rotate(k_BSKH, positions, self.rope_pairs)
+        if positions is None:
+            return q_BSNH, k_BSKH
+        return (q_BSNH.to(positions.dtype) * positions).to(q_BSNH.dtype), k_BSKH
 
 
 def _norm_of_heads(spec: ModelSpec, size: int) -> nn.Module:
@@ -628,9 +652,9 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(spec) if feed_forward is None else feed_forward
         self.ffn_post_norm = _norm_of_stream(spec, is_there=spec.norms_after)
 
-    def forward(self, x_BSD: Tensor, rotary: Rotation, mask: Any) -> Tensor:
+    def forward(self, x_BSD: Tensor, positions: Positional, mask: Any) -> Tensor:
         """Return the residual stream after this layer."""
-        x_BSD = x_BSD + self.attention_post_norm(self.attention(self.attention_norm(x_BSD), rotary, mask))
+        x_BSD = x_BSD + self.attention_post_norm(self.attention(self.attention_norm(x_BSD), positions, mask))
         out_BSD: Tensor = x_BSD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD)))
         return out_BSD
 

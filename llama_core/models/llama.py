@@ -21,7 +21,7 @@ from llama_core.models import nf4, pissa
 from llama_core.models.adapters import method_of
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.head import HeadInputs, logits, whole_head
-from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, rotation
+from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, positional
 from llama_core.models.measures import Measures
 from llama_core.models.moe import Routers, feed_forward
 from llama_core.models.next_token import NextToken
@@ -141,8 +141,8 @@ class Llama(nn.Module):
         if places_BS.shape[1] > num_tokens:  # the mask is that of whole rows
             places_BS = places_BS[:, index_S]
         wide = torch.promote_types(self.compute_dtype, torch.float32)
-        ropes = [self.spec.rope(index) for index in layers]
-        rotations = {rope: rotation(rope, places_BS, wide) for rope in dict.fromkeys(ropes)}
+        kinds = [self.spec.positions(index) for index in layers]
+        positions = {kind: positional(kind, places_BS, wide) for kind in dict.fromkeys(kinds)}
         windows = [self.spec.attention(index).window for index in layers]
         masks = {
             window: self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, window)
@@ -153,8 +153,8 @@ class Llama(nn.Module):
             x_BSD = self.tok_embeddings(inputs)
             if self.spec.scaled_embedding:
                 x_BSD = x_BSD * self.embedding_scale
-        for index, rope, window in zip(layers, ropes, windows, strict=True):
-            x_BSD = self.layers[str(index)](x_BSD, rotations[rope], masks[window])
+        for index, kind, window in zip(layers, kinds, windows, strict=True):
+            x_BSD = self.layers[str(index)](x_BSD, positions[kind], masks[window])
         return x_BSD
 
     def head(self, x_BSD: Tensor, batch: Batch | None) -> Tensor:

@@ -199,7 +199,7 @@ class Work:
                     final_norm=final_norm,
                     head=head,
                     num_masks=len({self.spec.attention(layer) for layer in own}),
-                    num_rotations=len({self.spec.rope(layer) for layer in own}),
+                    num_rotations=len({self.spec.rope(layer) for layer in own if self.spec.rotates(layer)}),
                     tied=tied,
                     shares_table=shares_table,
                     root=self._root(hosted_with[stage]) if tied else 0,

@@ -26,6 +26,9 @@ NOT_YET = {
     "attention_sinks": {"attention_sinks": True},
     "o_bias": {"o_bias": True},
     "rope_pairs": {"rope_pairs": "adjacent"},
+    "nope_layers": {"nope_layers": (1,)},
+    "query_temperature_scale": {"nope_layers": (1,), "query_temperature_scale": 0.1},
+    "query_temperature_floor": {"query_temperature_floor": 16},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {
@@ -136,7 +139,8 @@ def refusal(spec):
 
 @pytest.mark.parametrize("trait", NOT_YET)
 def test_a_trait_that_no_type_states_yet_keeps_a_model_from_being_exported(trait):
-    assert f"no model there has {trait}=" in refusal(replace(SPEC, **NOT_YET[trait]))
+    _, _, lacking = refusal(replace(SPEC, **NOT_YET[trait])).partition("no model there has ")
+    assert f"{trait}=" in lacking
 
 
 def test_a_type_that_states_a_trait_is_not_taken_for_another_value_than_it_can_state():

@@ -74,9 +74,8 @@ class Layer(ModelProgram):
             k = self.norm_of_heads(k, self.spec.k_norm_size, is_trained="k_norm" in self.traits.trained)
         if self.spec.query_factor != 1.0:
             q = self.result("scale", [q], self.sizes[q])
-        rotated_q = self.rotate(q)
-        rotated_k = self.rotate(k)
-        attended = self.attend(rotated_q, rotated_k, v)
+        placed_q, placed_k = self.placed(q, k)
+        attended = self.attend(placed_q, placed_k, v)
         out = self.scatter(self.linear(attended, "o_proj"))
         if self.spec.o_bias:
             is_trained = "o_proj.bias" in self.traits.trained
@@ -84,8 +83,17 @@ class Layer(ModelProgram):
             product, bias = out, self.vector(self.spec.hidden_size, is_trained=is_trained, is_partial=is_partial)
             out = self.add_bias(product, bias)
             self.end(attended, product)
-        self.end(x, whole, q, k, v, rotated_q, rotated_k, attended)
+        self.end(x, whole, q, k, v, placed_q, placed_k, attended)
         return out
+
+    def placed(self, q: int, k: int) -> tuple[int, int]:
+        """Rotate queries and keys; in a layer without rotation, scale the queries if they have a temperature."""
+        if self.traits.rotates:
+            return self.rotate(q), self.rotate(k)
+        if not self.spec.query_temperature_scale:
+            return q, k
+        scaled = self.result("scale", [self.cast(q, FP32_BYTES)], Size(self.sizes[q].elements, FP32_BYTES))
+        return self.cast(scaled, self.itemsize), k
 
     def feed_forward(self, x: int) -> int:
         """Append a gated feed-forward: ``down(activation(gate x) * up x)``."""

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from llama_core.models import cast_weights, layers, moe, nf4
-from llama_core.models.layers import document_mask, rotation, use_kernels
+from llama_core.models.layers import document_mask, positional, use_kernels
 from llama_core.models.llama import Llama, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.parallel.cast_weights import CastWeights
@@ -101,19 +101,20 @@ def _run(model, copies, setting, dtype, follows_trained):
     prepare_routers(block, torch.ones(()))
     deferred = DeferredGradients(model) if setting.splits_backward else None
     places = torch.arange(setting.seq_len)[None]
-    rotary = rotation(model.spec.rope(0), places)
+    positions = positional(model.spec.positions(0), places)
+    held = positions if isinstance(positions, tuple) else [] if positions is None else [positions]
     mask = document_mask(places, dtype, model.spec.sliding_window) if setting.documents == "mask" else None
     with ByteCounter(block_bytes=1) as counter:
         leaf = torch.zeros((), requires_grad=follows_trained)
         weights = [*model.parameters(), *model.buffers(), *copies]
-        counter.relabel([*weights, *rotary, leaf, *([] if mask is None else [mask])], "weights")
+        counter.relabel([*weights, *held, leaf, *([] if mask is None else [mask])], "weights")
         before = counter.total_bytes
         x = torch.empty(setting.rows, setting.seq_len, model.spec.hidden_size, dtype=dtype)
         if follows_trained:
             x = _Source.apply(leaf, x)
         counter.forget_segments()
         counter.begin_segment()
-        out = block(x, rotary, mask)
+        out = block(x, positions, mask)
         forward = counter.peaks["forward"].num_bytes - before
         forward_flops = counter.flops
         counter.begin_segment()
