@@ -31,9 +31,12 @@ Which row serves::
       all before it                 |  causal                         ring, ulysses             cache
       ... and a CPU trains          |  cpu causal (bf16)
       not all of it, CUDA, 16 bits  |  varlen                         gathered, varlen ulysses  no documents: refused
-      not all of it, elsewhere      |  masked                         masked ring or ulysses    cache, for a window
+      not all of it, elsewhere      |  masked                         masked ring or ulysses    cache, in one document
       ... and a CPU trains          |  cpu masked (bf16, fp32)
       with a soft cap, or with math |  all scores, masked scores      refused                   cache with all scores
+
+A chunk is a shorter document to all of them but ``gathered``, for which the masked ring stands in: which tokens a rank
+holds follows from the documents of a row, and would have to for layers with and without chunks alike.
 
 A block calls its kernel on queries, keys, values and what the row is told. A cache stands before that: it gives the
 kernel the keys and values of earlier forwards too. The rows of the CPU stand in for ``causal`` and ``masked`` where a
@@ -50,7 +53,7 @@ from llama_core.errors import PlanError
 DocumentAttention = Literal["none", "mask", "varlen"]
 """What a kernel is told of what a query does not see before it: nothing, as it sees all; an additive mask; or where
 each document begins and how long the window is, with which it skips the other scores and holds no mask."""
-Trait = Literal["documents", "window", "soft cap"]
+Trait = Literal["documents", "window", "chunk", "soft cap"]
 """What causal attention over whole rows lacks."""
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 """The dtype of activations."""
@@ -70,6 +73,9 @@ class AttentionNeeds(NamedTuple):
     head_dim: int
     window: int = 0
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
+    chunk: int = 0
+    """Tokens of a chunk: a document is cut into as many as it takes, and a query sees only keys of its own; 0 for one
+    chunk."""
     documents: bool = False
     """Whether a row may hold several documents, which do not see each other."""
     soft_cap: float = 0.0
@@ -91,6 +97,7 @@ class AttentionNeeds(NamedTuple):
         has: dict[Trait, bool] = {
             "documents": self.documents,
             "window": self.window > 0,
+            "chunk": self.chunk > 0,
             "soft cap": self.soft_cap > 0,
         }
         return frozenset(trait for trait, is_there in has.items() if is_there)
@@ -98,13 +105,19 @@ class AttentionNeeds(NamedTuple):
     @property
     def hides_in_document(self) -> bool:
         """Whether a query does not see all of its document before it, so that even one alone has to be told of."""
-        return self.window > 0
+        return self.window > 0 or self.chunk > 0
 
     def share_of_causal(self, length: int) -> float:
         """Return the share of the causal scores of ``length`` tokens that are visible in one document."""
+        whole, rest = divmod(length, self.chunk or length)
+        visible = whole * self._visible(self.chunk or length) + self._visible(rest)
+        return 2 * visible / (length * (length + 1))
+
+    def _visible(self, length: int) -> float:
+        """Return the visible scores of one chunk."""
         seen = min(self.window or length, length)
         # the first queries see fewer tokens than the window has
-        return seen * (2 * length - seen + 1) / (length * (length + 1))
+        return seen * (2 * length - seen + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -166,8 +179,8 @@ class Kernel:
 
 
 NONE: frozenset[Trait] = frozenset()
-WINDOW: frozenset[Trait] = frozenset({"window"})
-HIDDEN: frozenset[Trait] = frozenset({"documents", "window"})
+IN_DOCUMENT: frozenset[Trait] = frozenset({"window", "chunk"})
+HIDDEN: frozenset[Trait] = IN_DOCUMENT | {"documents"}
 CAPPED: frozenset[Trait] = frozenset({"soft cap"})
 SIXTEEN_BITS: frozenset[Dtype] = frozenset({"bf16", "fp16"})
 # backwards of our own, faster than torch's; in fp32 only because they skip keys that a mask hides
@@ -177,7 +190,7 @@ CAUSAL = Kernel("causal", NONE, "none")
 VARLEN = Kernel("varlen", HIDDEN, "varlen", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED = Kernel("masked", HIDDEN, "mask")
 RING = Kernel("ring", NONE, "none", "ring")
-GATHERED = Kernel("gathered", HIDDEN, "varlen", "gather", device="cuda", dtypes=SIXTEEN_BITS)
+GATHERED = Kernel("gathered", HIDDEN - {"chunk"}, "varlen", "gather", device="cuda", dtypes=SIXTEEN_BITS)
 MASKED_RING = Kernel("masked ring", HIDDEN, "mask", "ring")
 ULYSSES = Kernel("ulysses", NONE, "none", "exchange")
 VARLEN_ULYSSES = Kernel("varlen ulysses", HIDDEN, "varlen", "exchange", device="cuda", dtypes=SIXTEEN_BITS)
@@ -185,8 +198,8 @@ MASKED_ULYSSES = Kernel("masked ulysses", HIDDEN, "mask", "exchange")
 ALL_SCORES = Kernel("all scores", CAPPED, "none", holds_scores=True)
 MASKED_SCORES = Kernel("masked scores", HIDDEN | CAPPED, "mask", holds_scores=True)
 # a cache continues one text in each row, so it knows no documents
-CACHE = Kernel("cache", WINDOW, "mask", "cache")
-SCORES_OF_CACHE = Kernel("cache with all scores", WINDOW | CAPPED, "mask", "cache", holds_scores=True)
+CACHE = Kernel("cache", IN_DOCUMENT, "mask", "cache")
+SCORES_OF_CACHE = Kernel("cache with all scores", IN_DOCUMENT | CAPPED, "mask", "cache", holds_scores=True)
 KERNELS = (
     CPU_CAUSAL,
     CAUSAL,

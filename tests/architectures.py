@@ -50,6 +50,7 @@ VALUES = {
     "norms": ("pre", "post", "both"),
     "sliding_window": (0, 100),
     "windowed_layers": ((), (0,)),
+    "attention_chunk": (0, 60),
     "query_pre_attn_scalar": (0, 168),
     "attention_soft_cap": (0.0, 20.0),
     "attention_sinks": (False, True),

@@ -47,7 +47,7 @@ SPARSE = replace(
 ADAPTED = replace(UNTIED, lora=LoRA(lora_rank=4, target_modules=TARGETS))
 RELATIVE, OTHER_RELATIVE = (
     replace(
-        with_every_trait(UNTIED, turn, sliding_window=5, windowed_layers=(0, 2), nope_layers=(1, 2)),
+        with_every_trait(UNTIED, turn, sliding_window=5, windowed_layers=(0, 2), nope_layers=(1, 2), attention_chunk=6),
         head_dim=12,
         rope_scaling=YarnScaling(4.0, 8),
         windowed_rope_theta=100.0,

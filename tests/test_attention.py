@@ -25,6 +25,7 @@ NEEDS = {
     "documents": PLAIN._replace(documents=True),
     "both": PLAIN._replace(window=16, documents=True),
 }
+CHUNK = PLAIN._replace(chunk=16)
 RUNS = {
     ("cuda", "bf16", "auto", 1): ("causal", "varlen"),
     ("cuda", "fp16", "auto", 1): ("causal", "varlen"),
@@ -61,6 +62,14 @@ def test_a_run_has_the_first_kernel_that_serves_all_of_its_layers(run, names, ne
         assert kernel_told(layer, kernel.told, asked=asked, cp=cp) is evaluating
 
 
+@pytest.mark.parametrize(("run", "names"), RUNS.items(), ids=str)
+@pytest.mark.parametrize("needs", [CHUNK, CHUNK._replace(window=4, documents=True)])
+def test_a_chunk_is_a_document_to_all_but_gathered_keys(run, names, needs):
+    device, dtype, asked, cp = run
+    kernel = chosen_kernel([PLAIN, needs], device=device, dtype=dtype, asked=asked, cp=cp)
+    assert kernel.name == ("masked ring" if names[1] == "gathered" else names[1])
+
+
 @pytest.mark.parametrize("of_scores", [{"soft_cap": 20.0}, {"soft_cap": 20.0, "sinks": True}], ids=str)
 @pytest.mark.parametrize("run", [run for run in RUNS if run[3] == 1], ids=str)
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
@@ -93,9 +102,9 @@ def test_what_stands_in_for_a_kernel_where_a_cpu_trains_is_to_planning_the_same(
     assert torchs in KERNELS
 
 
-@pytest.mark.parametrize("needs", [PLAIN, NEEDS["window"]])
+@pytest.mark.parametrize("needs", [PLAIN, NEEDS["window"], CHUNK, CHUNK._replace(window=4)])
 @pytest.mark.parametrize("of_scores", [{}, {"soft_cap": 20.0}, {"sinks": True}], ids=str)
-def test_a_cache_serves_windows_soft_caps_and_sinks(needs, of_scores):
+def test_a_cache_serves_windows_chunks_soft_caps_and_sinks(needs, of_scores):
     check_cached([PLAIN, needs._replace(**of_scores)])
     assert all(kernel.is_cached for kernel in kernels_of("auto", cached=True))
 
@@ -134,11 +143,12 @@ def test_a_need_that_no_row_names_is_refused_everywhere_and_blames_no_setting():
         kernel_told(needs[0], "mask")
 
 
-@pytest.mark.parametrize(("window", "length"), [*product((0, 1, 3, 8, 20), (1, 8))])
-def test_the_share_of_causal_scores_is_that_of_the_scores_counted(window, length):
-    seen = [min(query + 1, window or length) for query in range(length)]
+@pytest.mark.parametrize(("window", "chunk", "length"), [*product((0, 1, 3, 8, 20), (0, 1, 3, 4, 20), (1, 8))])
+def test_the_share_of_causal_scores_is_that_of_the_scores_counted(window, chunk, length):
+    seen = [min(query % (chunk or length) + 1, window or length) for query in range(length)]
     causal = length * (length + 1) / 2
-    assert PLAIN._replace(window=window).share_of_causal(length) == pytest.approx(sum(seen) / causal)
+    needs = PLAIN._replace(window=window, chunk=chunk)
+    assert needs.share_of_causal(length) == pytest.approx(sum(seen) / causal)
 
 
 def test_a_layer_needs_what_its_model_says():
@@ -146,3 +156,8 @@ def test_a_layer_needs_what_its_model_says():
     assert [spec.attention(layer).window for layer in range(4)] == [0, 4096, 0, 4096]
     assert spec.attentions == {AttentionNeeds(32, 8, 128), AttentionNeeds(32, 8, 128, 4096)}
     assert [traits.attention for traits in spec.layers[:2]] == [spec.attention(0), spec.attention(1)]
+
+
+def test_only_layers_that_rotate_see_chunks():
+    spec = replace(model_spec("llama3_8b"), nope_layers=(1, 3), attention_chunk=512)
+    assert [spec.attention(layer).chunk for layer in range(4)] == [512, 0, 512, 0]

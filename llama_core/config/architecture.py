@@ -111,6 +111,8 @@ class ArchitectureConfig(Section):
     """The layers with the sliding window; default: the model's, or all."""
     windowed_rope_theta: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Base of the unscaled rotary embedding of windowed_layers, as in OLMo 3; 0 if they rotate as the others do."""
+    attention_chunk: int | None = Field(None, ge=0)
+    """Tokens of a chunk, outside of which queries of layers that rotate see nothing, as in Llama 4; 0 for none."""
     query_pre_attn_scalar: int | None = Field(None, ge=0)
     """Attention's scores are divided by the root of this, as in Gemma 3 27B; 0 for head_dim."""
     attention_soft_cap: float | None = Field(None, ge=0, allow_inf_nan=False)

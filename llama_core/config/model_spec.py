@@ -73,8 +73,8 @@ class ModelSpec:
         |   q_norm, k_norm         qk_norm, qk_norm_width
         |   rotation               rope_theta, rope_scaling, windowed_rope_theta, rope_pairs; none in
         |                          nope_layers, with query_temperature_scale and _floor in its place
-        |   attention              sliding_window, windowed_layers, attention_soft_cap,
-        |                          attention_sinks, query_pre_attn_scalar
+        |   attention              sliding_window, windowed_layers, attention_chunk,
+        |                          attention_soft_cap, attention_sinks, query_pre_attn_scalar
         |   output projection      o_bias
         |   attention_post_norm    norms (post, both)
         |          |
@@ -149,6 +149,8 @@ class ModelSpec:
     """The layers with the sliding window; empty for all."""
     windowed_rope_theta: float = 0.0
     """Base of the rotary embedding of these layers, which is not scaled; 0 if they rotate as the others do."""
+    attention_chunk: int = 0
+    """Tokens of a chunk of a document: queries of layers that rotate see only keys of their own; 0 for all earlier."""
     query_pre_attn_scalar: int = 0
     """Attention's scores are products of queries and keys over the root of this; 0 for ``head_dim``."""
     attention_soft_cap: float = 0.0
@@ -343,6 +345,7 @@ class ModelSpec:
             self.num_kv_heads,
             self.head_dim,
             window=self.window(layer),
+            chunk=self.attention_chunk if self.rotates(layer) else 0,
             soft_cap=self.attention_soft_cap,
             sinks=self.attention_sinks,
         )

@@ -36,6 +36,25 @@ class Documents(NamedTuple):
         starts = torch.nn.functional.pad(starts, (0, 1), value=positions_BS.numel())
         return cls(starts.to(torch.int32), positions_BS.shape[1])
 
+    def in_chunks(self, size: int, positions_BS: "Tensor") -> "Documents":
+        """Return the chunks of these documents, each a document, and empty ones at the end. Waits for no device.
+
+        Args:
+            size: tokens of a chunk; the last one of a document may have fewer.
+            positions_BS: the positions of all tokens of the rows; that of the first need not be 0.
+        """
+        import torch
+
+        num_rows, row_length = positions_BS.shape
+        positions_T = positions_BS.flatten()
+        place_T = torch.arange(len(positions_T), device=positions_T.device)
+        begins_T = (positions_T % size == 0) & (positions_T > 0)
+        # how many begin within documents, only the device knows; here is room for the most that can
+        most = num_rows * ((row_length - 1) // size + 1)
+        more = torch.where(begins_T, place_T, len(place_T)).sort().values[:most]
+        starts = torch.cat((self.starts, more)).sort().values
+        return self._replace(starts=starts.to(torch.int32), row_length=min(self.row_length, size))
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

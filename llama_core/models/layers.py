@@ -337,18 +337,20 @@ def first_seen(positions_BS: Tensor, index_S: Tensor, window: int) -> Tensor:
     return torch.maximum(start_BS, index_S - (window - 1)) if window else start_BS
 
 
-def document_mask(positions_BS: Tensor, dtype: torch.dtype, window: int = 0) -> Tensor:
+def document_mask(positions_BS: Tensor, dtype: torch.dtype, window: int = 0, *, num_earlier: int = 0) -> Tensor:
     """Return the additive attention mask for rows of packed documents: 0 where query i sees key j, else -inf.
 
     ``positions_BS`` restarts at 0 with each document, so query i sees the keys i - positions[i] <= j <= i, or the last
-    ``window`` of them. Shape [B, 1, S, S]. It is additive and in the queries' dtype because SDPA would convert a
-    boolean mask to this in every layer, and keep every copy for the backward.
+    ``window`` of them. Shape [B, 1, S, J]; there are ``num_earlier`` keys before those of the first query. It is
+    additive and in the queries' dtype because SDPA would convert a boolean mask to this in every layer, and keep every
+    copy for the backward.
     """
-    index_S = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+    index_J = torch.arange(num_earlier + positions_BS.shape[1], device=positions_BS.device)
+    index_S = index_J[num_earlier:]
     start_BS1 = first_seen(positions_BS, index_S, window)[:, :, None]
-    visible_BSS = (index_S >= start_BS1) & (index_S <= index_S[:, None])
-    mask_BSS = torch.zeros(visible_BSS.shape, dtype=dtype, device=positions_BS.device)
-    return mask_BSS.masked_fill_(~visible_BSS, -math.inf)[:, None]
+    visible_BSJ = (index_J >= start_BS1) & (index_J <= index_S[:, None])
+    mask_BSJ = torch.zeros(visible_BSJ.shape, dtype=dtype, device=positions_BS.device)
+    return mask_BSJ.masked_fill_(~visible_BSJ, -math.inf)[:, None]
 
 
 def attend(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None) -> Tensor:

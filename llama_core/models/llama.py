@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from llama_core.attention import AttentionNeeds
 from llama_core.config.model_weights import adapter_weight, weight_of
 from llama_core.config.models import ModelSpec
 from llama_core.config.parametrization import factors_of
@@ -143,19 +144,25 @@ class Llama(nn.Module):
         wide = torch.promote_types(self.compute_dtype, torch.float32)
         kinds = [self.spec.positions(index) for index in layers]
         positions = {kind: positional(kind, places_BS, wide) for kind in dict.fromkeys(kinds)}
-        windows = [self.spec.attention(index).window for index in layers]
-        masks = {
-            window: self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, window)
-            for window in dict.fromkeys(windows)
-        }
+        needs = [self.spec.attention(index) for index in layers]
+        masks = {one: self._mask(one, positions_BS, index_S, documents) for one in dict.fromkeys(needs)}
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
             x_BSD = self.tok_embeddings(inputs)
             if self.spec.scaled_embedding:
                 x_BSD = x_BSD * self.embedding_scale
-        for index, kind, window in zip(layers, kinds, windows, strict=True):
-            x_BSD = self.layers[str(index)](x_BSD, positions[kind], masks[window])
+        for index, kind, one in zip(layers, kinds, needs, strict=True):
+            x_BSD = self.layers[str(index)](x_BSD, positions[kind], masks[one])
         return x_BSD
+
+    def _mask(
+        self, needs: AttentionNeeds, positions_BS: Tensor | None, index_S: Tensor, documents: Documents | None
+    ) -> Any:
+        if needs.chunk:  # to a mask, a chunk is a shorter document
+            positions_BS = index_S[None] if positions_BS is None else positions_BS
+            documents = documents and documents.in_chunks(needs.chunk, positions_BS)
+            positions_BS = positions_BS % needs.chunk
+        return self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, needs.window)
 
     def head(self, x_BSD: Tensor, batch: Batch | None) -> Tensor:
         """Return the loss of a batch from the normalised hidden states of its tokens; without a batch, the logits."""

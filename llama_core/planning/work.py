@@ -42,7 +42,7 @@ class Stage:
     head: Passes | None
     """Those of the head and the loss, on the last stage."""
     num_masks: int
-    """Masks, or places of gathered keys, that its layers share: one, or more if their windows differ."""
+    """Masks, or places of gathered keys, that its layers share: one, or more if their windows or chunks differ."""
     num_rotations: int
     """Cosines and sines that its layers share: one of each, or more if their rotary embeddings differ."""
     tied: bool

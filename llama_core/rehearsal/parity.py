@@ -153,6 +153,7 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
                 "max_context": seq_len,
                 "sliding_window": min(config.spec.sliding_window, seq_len // 2),
                 "windowed_layers": [1] if config.spec.windowed_layers else [],
+                "attention_chunk": min(config.spec.attention_chunk, seq_len // 2),
                 "nope_layers": [1] if config.spec.nope_layers else [],
                 "query_temperature_floor": min(config.spec.query_temperature_floor, seq_len // 4),
             },

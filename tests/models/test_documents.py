@@ -99,9 +99,9 @@ def test_rows_that_are_one_document_each_can_do_without_positions():
     assert Batch(whole, whole, whole).with_documents().documents.starts.tolist() == [0, 4, 8]
 
 
-@pytest.mark.parametrize("window", [0, 3])
-def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(window, monkeypatch):
-    spec = replace(SPEC, sliding_window=window)
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (3, 0), (0, 4), (2, 3)])
+def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(window, chunk, monkeypatch):
+    spec = replace(SPEC, sliding_window=window, attention_chunk=chunk)
     model = Llama(spec, compute_dtype=torch.float64).double()
     initialize_weights(model, 0)
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 6, 7], [5, 6, 0, 0, 1, 2, 3, 4]])
@@ -152,3 +152,17 @@ def test_flops_depend_on_the_length_of_a_row_and_not_on_the_number_of_documents(
     shorter = flops_counted(Documents(torch.zeros(number + 1, dtype=torch.int32), 32))
     assert kernel == masked
     assert kernel - shorter == SPEC.num_layers * (4 + 10) * 2 * 64 * SPEC.q_size * 32
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7, 100])
+@pytest.mark.parametrize("begin", [0, 5, 6])
+@pytest.mark.parametrize("lengths", [[(9,)], [(4, 5), (1, 8)], [(3, 3, 3), (9,), (8, 1)]])
+def test_chunks_of_documents_are_documents_where_positions_restart(lengths, begin, size):
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    for row, (first, *_) in zip(positions, lengths, strict=True):
+        row[:first] += begin  # of a document that began in an earlier row
+    found = Documents.of_positions(positions).in_chunks(size, positions)
+    expected = Documents.of_positions(positions % size)
+    assert found.starts.unique().tolist() == expected.starts.tolist()
+    assert found.starts.diff().ge(0).all()
+    assert (found.starts.dtype, found.row_length) == (torch.int32, min(size, 9))

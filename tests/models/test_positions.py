@@ -1,4 +1,4 @@
-"""Layers rotate adjacent pairs, or not at all, and count positions, as those of a Llama 4 without experts."""
+"""Layers rotate adjacent pairs, or not at all, and see positions and chunks, as in a Llama 4 without experts."""
 
 from dataclasses import replace
 
@@ -22,6 +22,8 @@ SPECS = {
     "adjacent pairs": ROTATING,
     "a layer without rotation": replace(ROTATING, nope_layers=(1,)),
     "with a temperature": SPEC,
+    "chunks": replace(ROTATING, attention_chunk=10),
+    "chunks in layers that rotate": replace(SPEC, attention_chunk=10),
 }
 every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
@@ -45,7 +47,7 @@ def oracle(ours):
         attn_temperature_tuning=spec.query_temperature_scale > 0,
         attn_scale=spec.query_temperature_scale,
         floor_scale=spec.query_temperature_floor,
-        attention_chunk_size=None,
+        attention_chunk_size=spec.attention_chunk or None,
         use_qk_norm=False,
     )
     model = Llama4ForCausalLM(config).eval()
@@ -74,7 +76,7 @@ def test_logits_and_gradients_are_those_of_transformers(spec):
 
 @every_spec
 def test_a_document_in_a_row_is_one_alone(spec):
-    """In transformers, temperatures go by places in the row, even if documents share it."""
+    """In transformers, temperatures and chunks go by places in the row, even if documents share it."""
     ours = model_with_large_weights(spec).double()
     ours.compute_dtype = torch.float64
     ours.tok_embeddings.out_dtype = torch.float64

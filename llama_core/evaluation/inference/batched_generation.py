@@ -6,7 +6,6 @@ the batch as soon as half of its rows have.
 
 # Shape suffixes: B batch, S sequence (J keys), V vocabulary, K key/value heads, H head dim
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from llama_core.attention import check_cached
 from llama_core.errors import WeightsError
-from llama_core.evaluation.inference.generation import Sampling
+from llama_core.evaluation.inference.generation import Sampling, mask_with_earlier
 from llama_core.evaluation.inference.scoring import NOT_FINITE, objective_of
 from llama_core.models.batch import IGNORE_INDEX, Batch, Documents
 from llama_core.models.head import HeadInputs, logits
@@ -39,13 +38,12 @@ class _PaddedCache:
 
     def __init__(self, padding_B: Tensor, capacity: int) -> None:
         self._padding_B = padding_B
-        self._is_padded = bool(padding_B.any())
         self._capacity = capacity
         self._num_tokens = 0
         self._kept: dict[Attention, tuple[Tensor, Tensor]] = {}
 
     def batch(self, tokens_BS: Tensor) -> Batch:
-        """Return the next tokens of the rows, with their positions in their own texts."""
+        """Return the next tokens of the rows, with their positions in their own texts; all padding has position 0."""
         index_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + self._num_tokens
         positions_BS = (index_S - self._padding_B[:, None]).clamp(min=0)
         return Batch(tokens_BS, torch.full_like(tokens_BS, IGNORE_INDEX), positions_BS)
@@ -60,19 +58,8 @@ class _PaddedCache:
         self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, _: Documents | None, window: int
     ) -> Tensor | None:
         """Return the additive mask, [B, 1, S, J]; padding sees itself, since a softmax over nothing is NaN."""
-        sees_all = not window or self._num_tokens <= window
-        if sees_all and not self._is_padded and len(index_S) == self._num_tokens:
-            return None  # the first tokens: causal, without a mask
-        index_J = torch.arange(self._num_tokens, device=index_S.device)
-        later_SJ = index_J > index_S[:, None]
-        if window:
-            later_SJ |= index_J <= index_S[:, None] - window
-        is_padding_BJ = index_J < self._padding_B[:, None]
-        is_itself_SJ = index_J == index_S[:, None]
-        hidden_BSJ = later_SJ | (is_padding_BJ[:, None] & ~is_itself_SJ)
-        return torch.zeros(hidden_BSJ.shape, dtype=dtype, device=index_S.device).masked_fill_(hidden_BSJ, -math.inf)[
-            :, None
-        ]
+        places_BS = index_S[None] if positions_BS is None else positions_BS
+        return mask_with_earlier(places_BS, self._num_tokens, dtype, window)
 
     def with_earlier(self, block: Attention, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values kept of a block and the new ones, which are kept too, [B, K, J, H]."""

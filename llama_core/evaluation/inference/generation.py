@@ -19,7 +19,7 @@ from llama_core.attention import check_cached
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.models.batch import Documents
 from llama_core.models.head import HeadInputs, whole_head
-from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
+from llama_core.models.layers import Attention, Linear, TokenEmbedding, document_mask
 from llama_core.models.llama import Llama
 
 
@@ -54,13 +54,8 @@ class Cache:
     def _mask(
         self, positions_BS: Tensor | None, index_S: Tensor, dtype: torch.dtype, _: Documents | None, window: int
     ) -> Tensor | None:
-        sees_all = not window or self._num_tokens <= window
-        if sees_all and len(index_S) == self._num_tokens:
-            return None  # the first tokens: causal, without a mask
-        index_J = torch.arange(self._num_tokens, device=index_S.device)
-        first_S1 = first_seen(index_S, index_S, window)[:, None]
-        hidden_SJ = (index_J < first_S1) | (index_J > index_S[:, None])
-        return torch.zeros(hidden_SJ.shape, dtype=dtype, device=index_S.device).masked_fill_(hidden_SJ, -math.inf)
+        places_BS = index_S[None] if positions_BS is None else positions_BS
+        return mask_with_earlier(places_BS, self._num_tokens, dtype, window)
 
     def _with_earlier(self, block: Attention, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
         if block in self._kept:
@@ -69,6 +64,23 @@ class Cache:
             v_BKSH = torch.cat((values_BKJH, v_BKSH), dim=2)
         self._kept[block] = k_BKSH, v_BKSH
         return k_BKSH, v_BKSH
+
+
+def mask_with_earlier(positions_BS: Tensor, num_tokens: int, dtype: torch.dtype, window: int) -> Tensor | None:
+    """Return the additive mask of the last tokens of some rows, [B, 1, S, J]; None if they are all, and see all.
+
+    Args:
+        positions_BS: places of these tokens in their documents.
+        num_tokens: those of a row so far.
+        dtype: the dtype of the queries.
+        window: tokens that a query sees, itself included; 0 for all from the beginning of its document.
+    """
+    num_earlier = num_tokens - positions_BS.shape[1]
+    sees_all = not window or num_tokens <= window
+    # the last token of one document from the beginning of a row is as far in it
+    if sees_all and not num_earlier and bool((positions_BS[:, -1] == num_tokens - 1).all()):
+        return None  # causal, without a mask
+    return document_mask(positions_BS, dtype, window, num_earlier=num_earlier)
 
 
 @dataclass(frozen=True)

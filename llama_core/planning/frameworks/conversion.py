@@ -34,6 +34,7 @@ def job_of(config: RunConfig, plan: ParallelPlan, name: str) -> ReadJob:
         f"parallel.schedule={plan.schedule}": plan.pp > 1 and plan.schedule not in _SCHEDULES,
         f"parallel.offload={plan.offload}": plan.offload != "none",
         "a sliding window": bool(spec.sliding_window),
+        "chunks of attention": bool(spec.attention_chunk),
         f"norms={spec.norms}": spec.norms != "pre",
     }
     wrong = [what for what, is_there in problems.items() if is_there]

@@ -103,7 +103,7 @@ def _run(model, copies, setting, dtype, follows_trained):
     places = torch.arange(setting.seq_len)[None]
     positions = positional(model.spec.positions(0), places)
     held = positions if isinstance(positions, tuple) else [] if positions is None else [positions]
-    mask = document_mask(places, dtype, model.spec.sliding_window) if setting.documents == "mask" else None
+    mask = document_mask(places, dtype) if setting.documents == "mask" else None
     with ByteCounter(block_bytes=1) as counter:
         leaf = torch.zeros((), requires_grad=follows_trained)
         weights = [*model.parameters(), *model.buffers(), *copies]

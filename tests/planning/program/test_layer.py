@@ -37,7 +37,7 @@ def drawn(seed, *, moe=False, math=False, method=None, base=None):
     )
     seq_len = draw.choice([128, 512, 2048])
     precision = draw.choice(["bf16", "bf16", "fp32"])
-    documents = "mask" if spec.sliding_window else "none"
+    documents = "mask" if spec.attention(0).hides_in_document else "none"
     work = Work(spec, plan, seq_len, precision, documents, on_cuda=draw.random() < 0.5)
     follows_trained = spec.lora is None or draw.random() < 0.7
     return spec, work.setting, mode, follows_trained
@@ -77,7 +77,9 @@ def test_the_table_of_fields_lacks_none_of_a_model():
 @pytest.mark.parametrize(("path", "value"), each_alone(), ids=str)
 def test_a_program_follows_every_field_of_a_model_alone(path, value):
     spec = alone(path, value)
-    setting = Setting(rows=1, seq_len=128, itemsize=2, documents="mask" if spec.sliding_window else "none")
+    setting = Setting(
+        rows=1, seq_len=128, itemsize=2, documents="mask" if spec.attention(0).hides_in_document else "none"
+    )
     check((spec, setting, "none", True), uncounted=128)
 
 
