@@ -47,6 +47,7 @@ VALUES = {
     "query_temperature_scale": (0.0, 0.1),
     "qk_norm": (False, True),
     "qk_norm_width": ("head", "all"),
+    "qk_norm_weights": (True, False),
     "norms": ("pre", "post", "both"),
     "sliding_window": (0, 100),
     "windowed_layers": ((), (0,)),
@@ -95,6 +96,7 @@ FROM_ONE_MODEL = ("hidden_size", "num_heads", "num_kv_heads", "ffn_size")
 SIZES_OF = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
 NEEDS = {
     "qk_norm_width": {"qk_norm": True},
+    "qk_norm_weights": {"qk_norm": True},
     "windowed_layers": {"sliding_window": 100},
     "query_temperature_scale": {"nope_layers": (0,)},
     "trainable": {"lora": LoRA(), "qkv_bias": True, "o_bias": True, "qk_norm": True, "norms": "both"},
@@ -181,6 +183,7 @@ def with_every_trait(spec, turn=0, **values):
     for trait in NEEDS.keys() & others.keys():
         others[trait] += VALUES[trait][:1]  # which says how another trait is, and is one of several values
     chosen = {trait: those[turn % len(those)] for trait, those in others.items()}
+    chosen["qk_norm_weights"] = chosen["qk_norm_width"] == "all"  # norms without weights are of each head
     return replace(spec, **chosen | values)
 
 

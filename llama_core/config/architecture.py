@@ -103,6 +103,8 @@ class ArchitectureConfig(Section):
     """Whether queries and keys are normalised before they are rotated, as in Qwen3."""
     qk_norm_width: NormWidth | None = None
     """What qk_norm normalises as one: each head, as in Qwen3, or all heads of a query or a key, as in OLMo 2."""
+    qk_norm_weights: bool | None = None
+    """Whether these norms multiply by weights; without, only layers that rotate have them, as in Llama 4."""
     norms: NormPlacement | None = None
     """Where the norms of a block are: pre (before attention and feed-forward), post (on what they add), or both."""
     sliding_window: int | None = Field(None, ge=0)

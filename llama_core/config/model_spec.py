@@ -70,7 +70,7 @@ class ModelSpec:
         |          |
         |   attention_norm         norms (pre, both), norm_eps
         |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
-        |   q_norm, k_norm         qk_norm, qk_norm_width
+        |   q_norm, k_norm         qk_norm, qk_norm_width, qk_norm_weights
         |   rotation               rope_theta, rope_scaling, windowed_rope_theta, rope_pairs; none in
         |                          nope_layers, with query_temperature_scale and _floor in its place
         |   attention              sliding_window, windowed_layers, attention_chunk,
@@ -143,6 +143,8 @@ class ModelSpec:
     """Whether queries and keys are normalised before they are rotated."""
     qk_norm_width: NormWidth = "head"
     """What is normalised as one: each head of a query or a key, or all of them together."""
+    qk_norm_weights: bool = True
+    """Whether these norms multiply by weights. Those that do not are only in layers that rotate, as in Llama 4."""
     sliding_window: int = 0
     """Tokens that a query sees, itself included; 0 for all earlier ones."""
     windowed_layers: tuple[int, ...] = ()
@@ -206,6 +208,10 @@ class ModelSpec:
             )
         if self.qk_norm_width != "head" and not self.qk_norm:
             problems.append(f"architecture.qk_norm_width={self.qk_norm_width} needs architecture.qk_norm=true")
+        if not self.qk_norm_weights and not (self.qk_norm and self.qk_norm_width == "head"):
+            problems.append(
+                "architecture.qk_norm_weights=false needs architecture.qk_norm=true and architecture.qk_norm_width=head"
+            )
         if problems:
             raise ConfigError(*problems)
 
@@ -262,6 +268,15 @@ class ModelSpec:
     def k_norm_size(self) -> int:
         """How many numbers of a key are normalised as one, if any are."""
         return self.kv_size if self.qk_norm_width == "all" else self.head_dim
+
+    @property
+    def has_qk_weights(self) -> bool:
+        """Whether norms of queries and keys multiply by weights; if so, all layers have them."""
+        return self.qk_norm and self.qk_norm_weights
+
+    def normalises_heads(self, *, rotates: bool) -> bool:
+        """Return whether layers that rotate, or those that do not, normalise queries and keys."""
+        return self.qk_norm and (self.qk_norm_weights or rotates)
 
     @property
     def num_experts(self) -> int:

@@ -46,8 +46,8 @@ _ATTENTION = (
     _bias("attention.wv.bias", "self_attn.v_proj.bias", "kv_size"),
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
     _bias("attention.wo.bias", "self_attn.o_proj.bias", "hidden_size", "stream", only_with="o_bias"),
-    _norm("attention.q_norm.weight", "self_attn.q_norm.weight", "q_norm_size", "heads", only_with="qk_norm"),
-    _norm("attention.k_norm.weight", "self_attn.k_norm.weight", "k_norm_size", "heads", only_with="qk_norm"),
+    _norm("attention.q_norm.weight", "self_attn.q_norm.weight", "q_norm_size", "heads", only_with="has_qk_weights"),
+    _norm("attention.k_norm.weight", "self_attn.k_norm.weight", "k_norm_size", "heads", only_with="has_qk_weights"),
     _norm("attention_post_norm.weight", "post_self_attn_layernorm.weight", only_with="norms_after"),
     # named for what it follows in a Llama; what it normalises is the feed-forward's input
     _norm("ffn_norm.weight", "post_attention_layernorm.weight", only_with="norms_before"),

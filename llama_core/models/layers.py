@@ -194,10 +194,10 @@ class TokenEmbedding(nn.Embedding):
         """Return None: a table that is also the head has no adapter."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return ``x`` with root mean square one along its last dim, times ``weight`` of the same dtype."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
+    """Return ``x`` with root mean square one along its last dim, times ``weight`` of the same dtype if there is one."""
     # F.rms_norm itself widens half precision to fp32
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -226,8 +226,20 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
+class PlainNorm(nn.Module):
+    """The same without weights."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with root mean square one along its last dim."""
+        return rms_norm(x, None, self.eps)
+
+
 class NormOfHeads(RMSNorm):
-    """The same over all heads of a query or a key, of which tensor-parallel ranks have some each."""
+    """A norm over all heads of a query or a key, of which tensor-parallel ranks have some each."""
 
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Sums a tensor of every rank; None if this one has all heads."""
@@ -517,8 +529,9 @@ class Attention(nn.Module):
         self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
         self.wo = Linear(spec.q_size, spec.hidden_size, bias=spec.o_bias)
-        self.q_norm = _norm_of_heads(spec, spec.q_norm_size)
-        self.k_norm = _norm_of_heads(spec, spec.k_norm_size)
+        rotates = spec.rotates(layer)
+        self.q_norm = _norm_of_heads(spec, spec.q_norm_size, rotates=rotates)
+        self.k_norm = _norm_of_heads(spec, spec.k_norm_size, rotates=rotates)
 
     def use_kernel(self, kernel: Kernel) -> None:
         """Compute attention with a kernel of the table that serves this layer."""
@@ -562,9 +575,11 @@ class Attention(nn.Module):
         return (q_BSNH.to(positions.dtype) * positions).to(q_BSNH.dtype), k_BSKH
 
 
-def _norm_of_heads(spec: ModelSpec, size: int) -> nn.Module:
-    if not spec.qk_norm:
+def _norm_of_heads(spec: ModelSpec, size: int, *, rotates: bool) -> nn.Module:
+    if not spec.normalises_heads(rotates=rotates):
         return nn.Identity()
+    if not spec.qk_norm_weights:
+        return PlainNorm(spec.norm_eps)
     return (RMSNorm if spec.qk_norm_width == "head" else NormOfHeads)(size, spec.norm_eps)
 
 

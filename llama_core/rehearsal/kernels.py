@@ -42,7 +42,7 @@ def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
         yield
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
         return _apply_norm(x, weight)
     # a rank's tokens give a part of the gradient of the weight
@@ -52,7 +52,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
     return DTensor.from_local(_apply_norm(x.to_local(), part), mesh, x.placements, run_check=False)
 
 
-def _apply_norm(x: Tensor, weight: Tensor) -> Tensor:
+def _apply_norm(x: Tensor, weight: Tensor | None) -> Tensor:
     out: Tensor = _RMSNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return out
 
@@ -66,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
     """Keeps its input and the fp32 scale of every row, as ``aten::_fused_rms_norm`` does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, weight, scale)
         return torch.empty_like(x)

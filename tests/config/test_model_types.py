@@ -29,6 +29,7 @@ NOT_YET = {
     "nope_layers": {"nope_layers": (1,)},
     "query_temperature_scale": {"nope_layers": (1,), "query_temperature_scale": 0.1},
     "attention_chunk": {"attention_chunk": 16},
+    "qk_norm_weights": {"qk_norm": True, "qk_norm_weights": False},
     "query_temperature_floor": {"query_temperature_floor": 16},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""

@@ -22,6 +22,7 @@ SPECS = {
     "adjacent pairs": ROTATING,
     "a layer without rotation": replace(ROTATING, nope_layers=(1,)),
     "with a temperature": SPEC,
+    "norms of heads without weights": replace(SPEC, qk_norm=True, qk_norm_weights=False),
     "chunks": replace(ROTATING, attention_chunk=10),
     "chunks in layers that rotate": replace(SPEC, attention_chunk=10),
 }
@@ -48,7 +49,7 @@ def oracle(ours):
         attn_scale=spec.query_temperature_scale,
         floor_scale=spec.query_temperature_floor,
         attention_chunk_size=spec.attention_chunk or None,
-        use_qk_norm=False,
+        use_qk_norm=spec.qk_norm,
     )
     model = Llama4ForCausalLM(config).eval()
     model.load_state_dict({name.replace(".mlp.", ".feed_forward."): value for name, value in renamed(ours).items()})
@@ -112,6 +113,7 @@ def test_a_temperature_grows_with_whole_steps():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
+        ({"qk_norm_weights": False}, r"architecture.qk_norm_weights=false needs architecture.qk_norm=true and "),
         (
             {"nope_layers": [0, 40]},
             r"architecture.nope_layers=\[40\] are not layers of llama3_8b, which has layers 0 to 31",

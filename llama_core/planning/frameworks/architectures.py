@@ -150,7 +150,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         spec.vocab_size,
         tied=spec.tied_embeddings,
         num_norms=2 * (spec.norms_before + spec.norms_after),
-        norms_queries=spec.qk_norm,
+        norms_queries=spec.has_qk_weights,
         qk_norm_width=spec.qk_norm_width,
         experts=experts,
     )

@@ -69,7 +69,7 @@ class Layer(ModelProgram):
         """Append causal self-attention."""
         whole = self.gather(x)
         q, k, v = (self.projection(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
-        if self.spec.qk_norm:
+        if self.spec.normalises_heads(rotates=self.traits.rotates):
             q = self.norm_of_heads(q, self.spec.q_norm_size, is_trained="q_norm" in self.traits.trained)
             k = self.norm_of_heads(k, self.spec.k_norm_size, is_trained="k_norm" in self.traits.trained)
         if self.spec.query_factor != 1.0:

@@ -64,11 +64,19 @@ class ModelProgram(Program):
         """Normalise every head of every token in fp32, or all as one; tensor-parallel ranks have some of them each."""
         tp = self.setting.tp
         if self.spec.qk_norm_width == "head":
-            return self.normalise(x, size, is_trained=is_trained, is_partial=tp > 1)
+            has_weight = self.spec.qk_norm_weights
+            return self.normalise(x, size, is_trained=is_trained, is_partial=tp > 1, has_weight=has_weight)
         return self.normalise(x, size // tp, is_trained=is_trained, is_summed=tp > 1)
 
     def normalise(
-        self, x: int, width: int, *, is_trained: bool, is_partial: bool = False, is_summed: bool = False
+        self,
+        x: int,
+        width: int,
+        *,
+        is_trained: bool,
+        is_partial: bool = False,
+        is_summed: bool = False,
+        has_weight: bool = True,
     ) -> int:
         """Normalise every ``width`` numbers, in fp32.
 
@@ -78,11 +86,15 @@ class ModelProgram(Program):
             is_trained: whether the norm's weight is trained.
             is_partial: whether tensor-parallel ranks sum the gradient of its weight.
             is_summed: whether they sum their squares, which no kernel of torch does.
+            has_weight: whether the norm has a weight.
         """
-        weight = self.cast(self.vector(width, is_trained=is_trained, is_partial=is_partial), self.itemsize)
+        weights = []
+        if has_weight:
+            weights.append(self.cast(self.vector(width, is_trained=is_trained, is_partial=is_partial), self.itemsize))
         scales = Size(self.sizes[x].elements // width, FP32_BYTES)
         if self.setting.fuses_norms and not is_summed:
-            out = self.result("fused_norm", [x, weight], self.sizes[x], scales)
+            kind = "fused_norm" if has_weight else "fused_plain_norm"
+            out = self.result(kind, [x, *weights], self.sizes[x], scales)
             self.end(x)
             return out
         sends = self.tensor_parallel("all_reduce", "all_reduce", scales.num_bytes) if is_summed else NO_TRAFFIC
@@ -90,7 +102,9 @@ class ModelProgram(Program):
         squares = self.num_bytes[wide]
         scale = self.result("inverse_rms", [wide], scales, workspace=BothWays(squares, 3 * squares), sends=sends)
         normalised = self.result("multiply", [wide, scale], self.sizes[wide])
-        out = self.cast(self.result("multiply", [normalised, weight], self.sizes[wide]), self.itemsize)
+        if has_weight:
+            normalised = self.result("multiply", [normalised, *weights], self.sizes[wide])
+        out = self.cast(normalised, self.itemsize)
         self.end(x, wide, scale)  # torch's function holds its own too
         return out
 

@@ -44,6 +44,7 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "log_sum_exp": ((0, FIRST_OUTPUT),),
     "inverse_rms": ((0, FIRST_OUTPUT),),
     "fused_norm": ((0, 1, SECOND_OUTPUT), (0, 1, SECOND_OUTPUT)),
+    "fused_plain_norm": ((0, SECOND_OUTPUT),),
     "attention": ((0, 1, 2, FIRST_OUTPUT, SECOND_OUTPUT),) * 4,  # of q, k, v and, if there are some, sinks
     "linear_loss": (
         (FIRST_OUTPUT,),
