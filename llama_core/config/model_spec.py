@@ -25,7 +25,7 @@ from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, M
 from llama_core.errors import ConfigError
 from llama_core.weight_rows import Weight
 
-Family = Literal["llama", "llama1", "llama2", "llama3", "code_llama", "mistral", "qwen", "gemma"]
+Family = Literal["llama", "llama1", "llama2", "llama3", "llama4", "code_llama", "mistral", "qwen", "gemma"]
 """The generation of a variant, or the relatives that it belongs to; ``llama`` for a model from a
 folder, whose generation is unknown."""
 NormPlacement = Literal["pre", "post", "both"]

@@ -253,7 +253,7 @@ class DataConfig(Section):
     """Type of the token ids in files that do not tell it (OLMo's .npy, nanoGPT's .bin): uint16 or uint32; default: the
     smaller one that holds the tokenizer's vocabulary."""
     chat_template: Annotated[str | None, Key(changes="held-out")] = None
-    """llama2, llama3, mistral, chatml, gemma or a Jinja file; default: the tokenizer's template, else the family's."""
+    """llama2, llama3, llama4, mistral, chatml, gemma or a Jinja file; default: the tokenizer's, else the family's."""
     loss_on: Annotated[LossOn, Key(changes="held-out")] = "assistant"
     """Tokens of a conversation that count in the loss: assistant (its turns only) or all. Plain texts count in full."""
     document_mask: bool = True

@@ -151,6 +151,22 @@ def test_chatml_has_the_published_format():
     assert chat.template.end_of_turn == "<|im_end|>"
 
 
+def test_llama_4_has_the_published_format():
+    """Of Meta's prompt_format.md: a system prompt, a question and what begins the answer."""
+    messages = [{"role": "system", "content": " Be brief. "}, ASKED, ANSWERED, {"role": "user", "content": "Sure? "}]
+    chat = chat_of("llama4")
+    asked = (
+        "<|begin_of_text|><|header_start|>system<|header_end|>\n\nBe brief.<|eot|>"
+        f"<|header_start|>user<|header_end|>\n\n{ASKED['content']}<|eot|><|header_start|>assistant<|header_end|>\n\n"
+    )
+    assert chat.template.render(messages[:2], add_generation_prompt=True) == asked
+    answer = f"{ANSWERED['content']}<|eot|>"
+    followed = f"{asked}{answer}<|header_start|>user<|header_end|>\n\nSure? <|eot|>"
+    assert chat.document(messages, "").text == followed
+    assert counted(chat, messages) == answer
+    assert chat.template.end_of_turn == "<|eot|>"
+
+
 def test_gemma_has_the_published_format():
     """The example of ai.google.dev/gemma/docs/core/prompt-structure, with a system prompt and BOS."""
     messages = [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED, {"role": "user", "content": "Sure?"}]

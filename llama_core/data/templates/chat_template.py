@@ -62,6 +62,27 @@ Source: ``ChatFormat`` in llama/tokenizer.py of github.com/meta-llama/llama3; mo
 github.com/meta-llama/llama-models.
 """
 
+LLAMA4 = """
+{%- for message in messages -%}
+    {%- if message.role not in ('system', 'user', 'assistant') -%}
+        {{- raise_exception("the roles are system, user and assistant, not " ~ message.role) -}}
+    {%- endif -%}
+    {{- '<|begin_of_text|>' if loop.first -}}
+    {{- '<|header_start|>' ~ message.role ~ '<|header_end|>\\n\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        {%- generation -%}{{- message.content ~ '<|eot|>' -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- (message.content.strip() if message.role == 'system' else message.content) ~ '<|eot|>' -}}
+    {%- endif -%}
+{%- endfor -%}
+{{- '<|header_start|>assistant<|header_end|>\\n\\n' if add_generation_prompt -}}
+"""
+"""Meta's format of Llama 4 Instruct, without images and tools.
+
+Source: models/llama4/prompt_format.md of github.com/meta-llama/llama-models; ``chat_template.json`` of
+huggingface.co/meta-llama/Llama-4-Scout-17B-16E-Instruct, which strips system prompts alone.
+"""
+
 CHATML = """
 {%- for message in messages -%}
     {%- if message.role not in ('system', 'user', 'assistant') -%}
@@ -132,6 +153,7 @@ Source: ai.google.dev/gemma/docs/core/prompt-structure.
 BUILT_IN = {
     "llama2": TemplateSource(LLAMA2, "Llama 2's format"),
     "llama3": TemplateSource(LLAMA3, "Llama 3's format"),
+    "llama4": TemplateSource(LLAMA4, "Llama 4's format"),
     "mistral": TemplateSource(MISTRAL, "Mistral's format"),
     "chatml": TemplateSource(CHATML, "ChatML"),
     "gemma": TemplateSource(GEMMA, "Gemma's format"),
@@ -142,6 +164,7 @@ OF_FAMILY: Mapping[Family, str] = {
     "llama2": "llama2",
     "code_llama": "llama2",
     "llama3": "llama3",
+    "llama4": "llama4",
     "mistral": "mistral",
     "qwen": "chatml",
     "gemma": "gemma",
@@ -149,6 +172,7 @@ OF_FAMILY: Mapping[Family, str] = {
 """The published format of each known family."""
 MARKERS = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "llama4": ("<|begin_of_text|>", "<|header_start|>", "<|header_end|>", "<|eot|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
 }
