@@ -30,10 +30,11 @@ class Llama3Scaling:
     """Llama 3.1's frequency-dependent stretching of the rotary embedding.
 
     Wavelengths above ``original_context / low_freq_factor`` are stretched by ``factor``, those below
-    ``original_context / high_freq_factor`` are kept, and those between are blended.
+    ``original_context / high_freq_factor`` are kept, and those between are blended. In Llama 4 the two factors are
+    equal, and there are none.
 
     Raises:
-        ConfigError: unless ``factor >= 1`` and ``0 < low_freq_factor < high_freq_factor``.
+        ConfigError: unless ``factor >= 1`` and ``0 < low_freq_factor <= high_freq_factor``.
 
     Source: Meta's llama-models reference code, ``apply_scaling``.
     """
@@ -48,9 +49,9 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         _refuse_to_shorten(self.factor)
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
+        if not 0 < self.low_freq_factor <= self.high_freq_factor:
             raise ConfigError(
-                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} must be above "
+                f"rope_scaling.high_freq_factor={self.high_freq_factor:g} must be at least "
                 f"low_freq_factor={self.low_freq_factor:g}, and both above 0"
             )
 

@@ -286,8 +286,8 @@ def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
             ["rope_scaling.low_freq_factor=null: input should be a valid number"],
         ),
         (
-            {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}},
-            ["rope_scaling.high_freq_factor=1 must be above low_freq_factor=1, and both above 0"],
+            {"rope_scaling": LLAMA3 | {"high_freq_factor": 0.5}},
+            ["rope_scaling.high_freq_factor=0.5 must be at least low_freq_factor=1, and both above 0"],
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

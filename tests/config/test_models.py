@@ -92,8 +92,8 @@ def test_no_variant_trains_beyond_its_context_or_beyond_16384_tokens_by_default(
         (Llama3Scaling, {"factor": 0.5, "original_context": 8192}, "rope_scaling.factor=0.5 would shorten"),
         (
             Llama3Scaling,
-            {"factor": 8, "original_context": 8192, "low_freq_factor": 4.0},
-            "rope_scaling.high_freq_factor=4 must be above low_freq_factor=4",
+            {"factor": 8, "original_context": 8192, "low_freq_factor": 5.0},
+            "rope_scaling.high_freq_factor=4 must be at least low_freq_factor=5",
         ),
     ],
 )

@@ -408,8 +408,8 @@ def test_rope_scaling_stretches_the_rotary_embedding_and_the_context(model, sett
             f"{ROPE}.factor=2 has no effect with {ROPE}.kind=none; set another kind or leave it out",
         ),
         (
-            ["kind=llama3", "factor=2", "low_freq_factor=4"],
-            "rope_scaling.high_freq_factor=4 must be above low_freq_factor=4, and both above 0",
+            ["kind=llama3", "factor=2", "low_freq_factor=5"],
+            "rope_scaling.high_freq_factor=4 must be at least low_freq_factor=5, and both above 0",
         ),
         (["factor=0.5"], f"{ROPE}.factor=0.5: input should be greater than or equal to 1"),
         (["kind=ntk"], f"{ROPE}.kind='ntk': input should be 'none', 'linear', 'llama3' or 'yarn'"),

@@ -114,6 +114,7 @@ SCALINGS = {
     "yarn": YarnScaling(8.0, 32),
     "yarn, other bands": YarnScaling(4.0, 48, beta_fast=8.0, beta_slow=0.5, attention_factor=1.25, truncate=False),
     "llama3, other bands": Llama3Scaling(2.5, 16, low_freq_factor=0.5, high_freq_factor=6.0),
+    "llama3, one bound": Llama3Scaling(16.0, 32, low_freq_factor=1.0, high_freq_factor=1.0),
 }
 
 
