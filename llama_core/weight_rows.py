@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router", "adapted"]
+Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router", "share", "adapted"]
 """How tensor-parallel ranks divide a weight.
 
 * vocabulary: a table, by its rows
@@ -14,6 +14,8 @@ Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router
 * heads: as its module is applied to the heads, of which each rank has some: to each of them, and then not at all; or
   to all of them as one, and then as they are; so is a weight of attention itself, with entries for each head
 * router: not at all; it is applied to whole tokens, but gets only a part of its gradient
+* share: not at all; it is the bias of a matrix that is divided by ``inputs``, and each rank adds an equal share of it,
+  since the ranks sum up
 * adapted: a weight of an adapter, along the side of its matrix that is divided; one that lacks this side is whole on
   every rank, and gets a part of its gradient
 """

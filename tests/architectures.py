@@ -78,6 +78,7 @@ VALUES = {
     "moe.moe_layers": (None, (0,)),
     "moe.gates": ("softmax_chosen", "softmax_all", "sigmoid"),
     "moe.gate_inputs": (False, True),
+    "moe.biases": (False, True),
     "moe.balance_loss_coefficient": (0.01, 0.0),
     "moe.z_loss_coefficient": (0.001, 0.0),
     "trainable": (

@@ -65,7 +65,7 @@ UNFUSED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5)
 SPARSE_RELATIVE = replace(OTHER_RELATIVE, moe=MoE(num_experts=4, gates="softmax_all"))
 OTHER_SPARSE = replace(
     UNTIED,
-    moe=SPARSE.moe.model_copy(update={"gates": "sigmoid", "gate_inputs": True, "shared_size": 40}),
+    moe=SPARSE.moe.model_copy(update={"gates": "sigmoid", "gate_inputs": True, "biases": True, "shared_size": 40}),
 )
 """Experts with other values of their traits."""
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))

@@ -289,6 +289,11 @@ class ModelSpec:
         return (self.moe.expert_size if self.moe else 0) or self.ffn_size
 
     @property
+    def expert_biases(self) -> bool:
+        """Whether routers and experts have biases."""
+        return self.moe is not None and self.moe.biases
+
+    @property
     def shared_size(self) -> int:
         """Width of the feed-forward beside the experts; 0 if there is none."""
         return self.moe.shared_size if self.moe else 0

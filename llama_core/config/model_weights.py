@@ -19,9 +19,11 @@ def _norm(
     return Weight(name, stored_name, (size,), divided, "ones", decayed=False, only_with=only_with)
 
 
-def _bias(name: str, stored_name: str, size: str, divided: Division = "outputs", only_with: str = "qkv_bias") -> Weight:
-    """Return the row of the bias of a projection; default: to queries, keys or values."""
-    return Weight(name, stored_name, (size,), divided, "zeros", decayed=False, only_with=only_with)
+def _bias(
+    name: str, stored_name: str, *shape: str, divided: Division = "outputs", only_with: str = "qkv_bias"
+) -> Weight:
+    """Return the row of a bias; default: that of a projection to queries, keys or values."""
+    return Weight(name, stored_name, shape, divided, "zeros", decayed=False, only_with=only_with)
 
 
 def _part(weight: Weight) -> str:
@@ -45,7 +47,7 @@ _ATTENTION = (
     Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
     _bias("attention.wv.bias", "self_attn.v_proj.bias", "kv_size"),
     Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
-    _bias("attention.wo.bias", "self_attn.o_proj.bias", "hidden_size", "stream", only_with="o_bias"),
+    _bias("attention.wo.bias", "self_attn.o_proj.bias", "hidden_size", divided="stream", only_with="o_bias"),
     _norm("attention.q_norm.weight", "self_attn.q_norm.weight", "q_norm_size", "heads", only_with="has_qk_weights"),
     _norm("attention.k_norm.weight", "self_attn.k_norm.weight", "k_norm_size", "heads", only_with="has_qk_weights"),
     _norm("attention_post_norm.weight", "post_self_attn_layernorm.weight", only_with="norms_after"),
@@ -60,12 +62,20 @@ _FEED_FORWARD = (
 # named as in Mixtral; what Qwen3's mixtures call them is in the row of their type
 _MIXTURE = (
     Weight("feed_forward.router.weight", "block_sparse_moe.gate.weight", ("num_experts", "hidden_size"), "router"),
+    _bias("feed_forward.router.bias", "block_sparse_moe.gate.bias", "num_experts",
+          divided="router", only_with="expert_biases"),
     Weight("feed_forward.experts.w1.weight", "block_sparse_moe.experts.{}.w1.weight",
            ("num_experts", "expert_size", "hidden_size"), "outputs"),
+    _bias("feed_forward.experts.w1.bias", "block_sparse_moe.experts.{}.w1.bias", "num_experts", "expert_size",
+          only_with="expert_biases"),
     Weight("feed_forward.experts.w2.weight", "block_sparse_moe.experts.{}.w2.weight",
            ("num_experts", "hidden_size", "expert_size"), "inputs", "residual"),
+    _bias("feed_forward.experts.w2.bias", "block_sparse_moe.experts.{}.w2.bias", "num_experts", "hidden_size",
+          divided="share", only_with="expert_biases"),
     Weight("feed_forward.experts.w3.weight", "block_sparse_moe.experts.{}.w3.weight",
            ("num_experts", "expert_size", "hidden_size"), "outputs"),
+    _bias("feed_forward.experts.w3.bias", "block_sparse_moe.experts.{}.w3.bias", "num_experts", "expert_size",
+          only_with="expert_biases"),
 )
 # named as in DeepSeek-V3, whose several shared experts are one of their widths together
 _SHARED = (

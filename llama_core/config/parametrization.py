@@ -70,7 +70,7 @@ def factors_of(name: str, spec: ModelSpec) -> ParametrizationFactors:
 
 def _factors_in_layer(row: Weight, width: float, depth: float) -> ParametrizationFactors:
     """Return the factors of a weight inside a layer, with so many times the width and the depth of the base."""
-    if len(row.shape) == 1:
+    if not row.is_matrix:
         return ParametrizationFactors(epsilon=1 / (width * depth))
     if row.begins == "residual":
         return ParametrizationFactors((width * depth) ** -0.5, 1 / (width * depth), width * depth, 1 / width)

@@ -280,6 +280,8 @@ class MoE(_Strategy):
     over all of them, or the sigmoid of each (as Llama 4's)."""
     gate_inputs: bool = False
     """Whether a gate multiplies what its expert gets, as in Llama 4, in place of what it returns."""
+    biases: bool = False
+    """Whether the router and the matrices of experts have biases, as GPT-OSS's."""
     balance_loss_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss that spreads tokens evenly over experts, summed over layers; default: Switch Transformer's."""
     z_loss_coefficient: float = Field(0.001, ge=0)

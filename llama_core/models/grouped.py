@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 _ALIGNMENT = 16
@@ -53,6 +54,35 @@ def grouped_outer_product(x_RI: Tensor, y_RO: Tensor, ends_E: Tensor) -> Tensor:
     return out_EIO
 
 
+@torch.library.custom_op("llama_core::grouped_sum", mutates_args=())
+def grouped_sum(x_RO: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the sum of the rows of every group, [E, O], added in a fixed order; zero for a group without rows."""
+    ones_RI = x_RO.new_ones((x_RO.shape[0], _ALIGNMENT // x_RO.itemsize))
+    if x_RO.is_cuda and _has_kernel(ones_RI, x_RO):  # no device waits for the sizes of the groups
+        return grouped_outer_product(ones_RI, x_RO, ends_E)[:, 0].clone()
+    return torch.stack([group.sum(0) for group in _groups(x_RO, ends_E)])
+
+
+def add_to_groups(x_RO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:
+    """Return ``x_RO`` with the row of its group added to each of its rows, in the same dtype."""
+    out_RO: Tensor = _AddToGroups.apply(x_RO, rows_EO, ends_E)  # type: ignore[no-untyped-call]
+    return out_RO
+
+
+class _AddToGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RO: Tensor, rows_EO: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E)
+        places_R = torch.arange(x_RO.shape[0], device=x_RO.device, dtype=ends_E.dtype)
+        return rows_EO[torch.searchsorted(ends_E, places_R, right=True)].add_(x_RO)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ends_E,) = ctx.saved_tensors
+        return grad_RO, grouped_sum(grad_RO.contiguous(), ends_E), None
+
+
 def _has_kernel(*tensors: Tensor) -> bool:
     """Return whether torch has a grouped kernel for these tensors."""
     device = tensors[0].device.type
@@ -85,6 +115,11 @@ def _(x_RI: Tensor, w_EIO: Tensor, ends_E: Tensor) -> Tensor:
 @grouped_outer_product.register_fake
 def _(x_RI: Tensor, y_RO: Tensor, ends_E: Tensor) -> Tensor:
     return x_RI.new_empty((ends_E.shape[0], x_RI.shape[1], y_RO.shape[1]))
+
+
+@grouped_sum.register_fake
+def _(x_RO: Tensor, ends_E: Tensor) -> Tensor:
+    return x_RO.new_empty((ends_E.shape[0], x_RO.shape[1]))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:

@@ -26,7 +26,7 @@ from torch.fx.traceback import annotate
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import Gates, MoE
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
-from llama_core.models.grouped import grouped_product
+from llama_core.models.grouped import add_to_groups, grouped_product
 from llama_core.models.layers import KEPT, FeedForward, Linear, gated, local_part
 from llama_core.records.measurements import OF_LAYER
 
@@ -42,12 +42,13 @@ def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:
 
 
 class ExpertLinear(nn.Module):
-    """A matrix without bias for every expert, cast to the dtype of its input at use.
+    """A matrix for every expert, with or without a bias, cast to the dtype of its input at use.
 
     Args:
         num_experts: number of matrices.
         in_features: columns of each.
         out_features: rows of each.
+        bias: whether a trained vector is added to what each makes of a row.
     """
 
     kept = False
@@ -57,15 +58,19 @@ class ExpertLinear(nn.Module):
     multiply: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     """Multiplies rows by the weight, given its copy and where each expert's rows end."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(num_experts, out_features)) if bias else None
         self.multiply = _multiply
+        self.own_bias: Callable[[Tensor], Tensor] = local_part
+        """Returns what this rank adds of the biases, or of its part of them."""
 
     def forward(self, x_RI: Tensor, ends_E: Tensor) -> Tensor:
-        """Return each row times the transposed matrix of its expert, [R, O]."""
+        """Return each row times the transposed matrix of its expert, [R, O], plus its bias if there is one."""
         with annotate({KEPT: self.kept}):
-            return self.multiply(x_RI, local_part(self.weight), self.cast_weight, ends_E)
+            out_RO = self.multiply(x_RI, local_part(self.weight), self.cast_weight, ends_E)
+        return out_RO if self.bias is None else add_to_groups(out_RO, self.own_bias(self.bias).to(out_RO.dtype), ends_E)
 
 
 def _multiply(x_RI: Tensor, weight_EOI: Tensor, cast_EOI: Tensor | None, ends_E: Tensor) -> Tensor:
@@ -83,9 +88,10 @@ class Experts(nn.Module):
     def __init__(self, spec: ModelSpec, num_experts: int) -> None:
         super().__init__()
         self.activation = spec.activation
-        self.w1 = ExpertLinear(num_experts, spec.hidden_size, spec.expert_size)
-        self.w2 = ExpertLinear(num_experts, spec.expert_size, spec.hidden_size)
-        self.w3 = ExpertLinear(num_experts, spec.hidden_size, spec.expert_size)
+        bias = spec.expert_biases
+        self.w1 = ExpertLinear(num_experts, spec.hidden_size, spec.expert_size, bias=bias)
+        self.w2 = ExpertLinear(num_experts, spec.expert_size, spec.hidden_size, bias=bias)
+        self.w3 = ExpertLinear(num_experts, spec.hidden_size, spec.expert_size, bias=bias)
 
     def forward(self, x_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Return the output of each token's expert, [R, D]; the tokens are sorted by expert."""
@@ -117,7 +123,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, spec: ModelSpec, moe: MoE) -> None:
         super().__init__()
         self.moe = moe
-        self.router = Linear(spec.hidden_size, moe.num_experts)
+        self.router = Linear(spec.hidden_size, moe.num_experts, bias=moe.biases)
         self.experts = Experts(spec, moe.num_experts)
         self.shared = SharedExpert(spec) if moe.shared_size else None
         self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = _run_here

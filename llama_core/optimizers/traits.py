@@ -85,7 +85,7 @@ class OptimizerType:
 
     def updates(self, name: str, num_dims: int) -> "OptimizerType":
         """Return the one that updates a parameter: this one, or ``others``."""
-        is_matrix = name.startswith(LAYERS) and num_dims > 1
+        is_matrix = name.startswith(LAYERS) and num_dims > 1 and not name.endswith(".bias")  # experts have one each
         return self if is_matrix or self.others is None else self.others
 
     @property

@@ -18,13 +18,17 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from llama_core.config.model_weights import weight_of
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
 from llama_core.models.moe import ExpertLinear, Experts, mixtures, rearrange
 from llama_core.units import divisors
+from llama_core.weight_rows import Division
+
+_OVER_TP: dict[Division, Placement] = {"outputs": Shard(1), "inputs": Shard(2), "share": Replicate()}
+"""How tensor-parallel ranks divide a weight of experts."""
 
 
 def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
@@ -39,15 +43,25 @@ def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
     axes = [axis for axis in ("ep", "tp") if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1]
     if not axes:
         return
-    for name, matrix in model.named_modules():
+    for path, matrix in model.named_modules():
         if isinstance(matrix, ExpertLinear):
-            dims = {"ep": 0, "tp": 1 if weight_of(f"{name}.weight").divided == "outputs" else 2}
-            places = [Shard(dims[axis]) for axis in axes]
-            weight = distribute_tensor(matrix.weight, mesh[tuple(axes)], places, src_data_rank=None)
-            matrix.register_parameter("weight", nn.Parameter(weight))
+            for name, parameter in list(matrix.named_parameters()):
+                divided = weight_of(f"{path}.{name}").divided
+                places = [Shard(0) if axis == "ep" else _OVER_TP[divided] for axis in axes]
+                part = distribute_tensor(parameter, mesh[tuple(axes)], places, src_data_rank=None)
+                matrix.register_parameter(name, nn.Parameter(part))
+                if divided == "share" and "tp" in axes:
+                    matrix.own_bias = partial(_share_of, mesh["tp"].size())
     if "ep" in axes:
         for mixture in mixtures(model):
             mixture.run_experts = partial(run_experts_on_other_ranks, group=mesh.get_group("ep"))
+
+
+def _share_of(num_ranks: int, bias: Tensor) -> Tensor:
+    """Return what one of the ranks that sum up results adds of a bias, of which each has a part of the gradient."""
+    assert isinstance(bias, DTensor)
+    *over_ep, _ = bias.placements
+    return bias.to_local(grad_placements=[*over_ep, Partial()]) / num_ranks
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # it needs the number of tokens that it gets

@@ -250,7 +250,7 @@ class RoutedAlike(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         router = module.get_submodule("router")
-        router.__dict__["multiply"] = partial(_multiply_for_a_part, router.__dict__["multiply"])
+        router.__dict__["forward"] = partial(_logits_of_a_part, router)
         return distribute_module(
             module,
             device_mesh,
@@ -292,10 +292,10 @@ class VocabularyParallel(ParallelStyle):
         return module
 
 
-def _multiply_for_a_part(
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, cast_weight: Tensor | None
-) -> Tensor:
-    return multiply(x, local_part(weight, Partial()), cast_weight)
+def _logits_of_a_part(router: Linear, x: Tensor) -> Tensor:
+    """Return what a router computes, which is whole on every rank and gets a part of its gradient."""
+    logits = router.multiply(x, local_part(router.weight, Partial()), router.cast_weight)
+    return logits if router.bias is None else logits + local_part(router.bias, Partial()).to(logits.dtype)
 
 
 def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llama_core.config.model_weights import weight_of
 from llama_core.config.models import ModelSpec
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.peft import ADAPTERS, peft_name
@@ -98,7 +97,7 @@ class Pretrained:
             self._sources = {
                 name: base if dense_name(name) == name else Copied(base)
                 for name in spec.parameter_shapes
-                if weight_of(name).divided != "router"
+                if dense_name(name) in stored.parameter_shapes
             }
         if origin.adapters is not None:
             self._sources |= dict.fromkeys(names_with_adapters(spec, origin), adapter_source(spec, origin.adapters))

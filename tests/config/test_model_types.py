@@ -22,6 +22,7 @@ NOT_YET = {
     "moe.expert_size": {"moe": MoE(expert_size=48)},
     "moe.shared_size": {"moe": MoE(shared_size=48)},
     "moe.gate_inputs": {"moe": MoE(gate_inputs=True)},
+    "moe.biases": {"moe": MoE(biases=True)},
     "attention_soft_cap": {"attention_soft_cap": 30.0},
     "attention_sinks": {"attention_sinks": True},
     "o_bias": {"o_bias": True},

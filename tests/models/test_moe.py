@@ -17,7 +17,7 @@ from llama_core.config.config_json.reading import read_folder
 from llama_core.config.strategy import MoE
 from llama_core.models import grouped
 from llama_core.models.batch import Batch
-from llama_core.models.grouped import grouped_product
+from llama_core.models.grouped import add_to_groups, grouped_product
 from llama_core.models.layers import FeedForward
 from llama_core.models.llama import Llama, build_llama, initialize_weights
 from llama_core.models.moe import MixtureOfExperts, prepare_routers
@@ -47,9 +47,10 @@ def stream(dtype=torch.float64, rows=2, seed=2):
 def expert_by_expert(layer, x):
     """Return what a mixture computes, token by token; the gates are softmaxes as the papers write them."""
     moe, rows = layer.moe, []
-    w1, w2, w3 = layer.experts.w1.weight, layer.experts.w2.weight, layer.experts.w3.weight
+    w1, w2, w3 = (matrix.weight for matrix in layer.experts.children())
+    b1, b2, b3 = ([0] * moe.num_experts if m.bias is None else m.bias for m in layer.experts.children())
     for token in x.flatten(0, 1):
-        logits = layer.router.weight @ token
+        logits = layer.router.weight @ token + (0 if layer.router.bias is None else layer.router.bias)
         chosen = sorted(range(moe.num_experts), key=lambda e: -logits[e])[: moe.experts_per_token]
         everything = logits.exp().sum()
         gates = {
@@ -60,7 +61,8 @@ def expert_by_expert(layer, x):
         row = layer.shared(token) if layer.shared else 0
         for gate, e in zip(gates, chosen, strict=True):
             inner, outer = (gate, 1) if moe.gate_inputs else (1, gate)
-            row = row + outer * (w2[e] @ (F.silu(w1[e] @ token * inner) * (w3[e] @ token * inner)))
+            hidden = F.silu(w1[e] @ token * inner + b1[e]) * (w3[e] @ token * inner + b3[e])
+            row = row + outer * (w2[e] @ hidden + b2[e])
         rows.append(row)
     return torch.stack(rows).view_as(x)
 
@@ -96,6 +98,7 @@ TRAITS = {
     "narrow experts": {"expert_size": 24},
     "an expert for all tokens": {"shared_size": 40},
     "gates on inputs": {"gate_inputs": True},
+    "biases": {"biases": True},
     "gates on inputs, sigmoids, shared": {"gate_inputs": True, "gates": "sigmoid", "shared_size": 40},
 }
 
@@ -113,7 +116,7 @@ def test_output_and_gradients_are_those_of_the_experts_one_token_at_a_time(trait
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_and_the_loop_agree(dtype, monkeypatch):
-    layer, x, upstream = mixture(dtype), stream(dtype).requires_grad_(), stream(dtype, seed=3)
+    layer, x, upstream = mixture(dtype, biases=True), stream(dtype).requires_grad_(), stream(dtype, seed=3)
     kernel = torch.autograd.grad(layer(x), (x, *layer.parameters()), upstream)
     monkeypatch.setattr(grouped, "_KERNEL_DTYPES", {})
     loop = torch.autograd.grad(layer(x), (x, *layer.parameters()), upstream)
@@ -133,6 +136,18 @@ def test_groups_of_any_size_and_matrices_of_any_shape_multiply(sizes, columns, r
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)[:, :1].expand_as(out)  # not contiguous
     ours, theirs = (torch.autograd.grad(y, (x, w), upstream) for y in (out, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("sizes", [(7, 0, 3), (0, 0, 0), (0, 10, 0)])
+def test_the_row_of_its_group_is_added_to_each_row(sizes):
+    x = torch.randn(sum(sizes), 5, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(len(sizes), 5, dtype=torch.float64, requires_grad=True)
+    out = add_to_groups(x, rows, torch.tensor(sizes).cumsum(0).int())
+    expected = x + rows.repeat_interleave(torch.tensor(sizes), dim=0)
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn_like(out)
+    ours, theirs = (torch.autograd.grad(y, (x, rows), upstream) for y in (out, expected))
     torch.testing.assert_close(ours, theirs)
 
 
@@ -255,8 +270,9 @@ def test_a_fake_step_has_the_shapes_of_a_real_one_and_counts_the_flops_of_active
     assert counted == 3 * 3 * 2 * pairs * SPEC.hidden_size * SPEC.ffn_size
 
 
+@pytest.mark.parametrize("traits", [{}, {"gate_inputs": True, "gates": "sigmoid", "shared_size": 40, "biases": True}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_compiled_layer_is_one_graph_and_computes_the_same(dtype):
+def test_a_compiled_layer_is_one_graph_and_computes_the_same(dtype, traits):
     graphs = []
 
     def backend(graph, inputs):
@@ -264,7 +280,7 @@ def test_a_compiled_layer_is_one_graph_and_computes_the_same(dtype):
         return graph.forward
 
     torch._dynamo.reset()
-    layer, x, upstream = mixture(dtype), stream(dtype).requires_grad_(), stream(dtype, seed=3)
+    layer, x, upstream = mixture(dtype, **traits), stream(dtype).requires_grad_(), stream(dtype, seed=3)
     prepare_routers(layer, torch.ones(()))
     eager = torch.autograd.grad(layer(x), (x, *layer.parameters()), upstream)
     counted = layer.statistics.clone()

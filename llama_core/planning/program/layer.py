@@ -129,7 +129,12 @@ class Layer(ModelProgram):
         # every tensor-parallel rank routes all tokens, and gets a part of the router's gradient
         size = Size(hidden * moe.num_experts, self.weight_itemsize)
         router = self.weight(size, is_trained=True, is_partial=self.setting.tp > 1)
-        logits = self.product(self.cast(whole, FP32_BYTES), router, moe.num_experts)
+        wide = self.cast(whole, FP32_BYTES)
+        logits = self.product(wide, router, moe.num_experts)
+        if moe.biases:
+            product = logits
+            logits = self.add(logits, self.vector(moe.num_experts, is_trained=True, is_partial=self.setting.tp > 1))
+            self.end(wide, product)
         chosen, gates = self.choose_experts(logits, copies, moe)
         sums = self.result("log_sum_exp", [logits], Size(self.tokens, FP32_BYTES))
         log_probabilities = self.log_probabilities(logits, sums, moe)
@@ -240,6 +245,20 @@ class Layer(ModelProgram):
         out = self.product(x, weight, outputs, groups=num_experts)
         if name in COSTLY:
             self.costly.add(out)
+        return self.add_expert_biases(x, out, outputs, name, num_experts) if moe.biases else out
+
+    def add_expert_biases(self, x: int, product: int, outputs: int, name: str, num_experts: int) -> int:
+        """Add the bias of its expert to every row of the product of ``x``; ranks share one that is added to a sum."""
+        is_shared = name == "down_proj" and self.setting.tp > 1
+        bias = self.vector(num_experts * outputs, is_trained=True, is_partial=is_shared)
+        self.of_experts.add(bias)
+        if is_shared:
+            bias = self.result("scale", [bias], self.sizes[bias])
+        rows = self.sizes[product].elements // outputs
+        index = BothWays(rows * (INT64_BYTES + FP32_BYTES), 0)
+        inputs = [product, self.cast(bias, self.itemsize)]
+        out = self.result("add_bias", inputs, self.sizes[product], workspace=index)
+        self.end(x, product)
         return out
 
     def gated(self, gate: int, up: int) -> int:
