@@ -59,7 +59,8 @@ def grouped_sum(x_RO: Tensor, ends_E: Tensor) -> Tensor:
     """Return the sum of the rows of every group, [E, O], added in a fixed order; zero for a group without rows."""
     ones_RI = x_RO.new_ones((x_RO.shape[0], _ALIGNMENT // x_RO.itemsize))
     if x_RO.is_cuda and _has_kernel(ones_RI, x_RO):  # no device waits for the sizes of the groups
-        return grouped_outer_product(ones_RI, x_RO, ends_E)[:, 0].clone()
+        sums_EIO: Tensor = grouped_outer_product(ones_RI, x_RO, ends_E)
+        return sums_EIO[:, 0].clone()
     return torch.stack([group.sum(0) for group in _groups(x_RO, ends_E)])
 
 

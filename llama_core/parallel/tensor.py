@@ -249,7 +249,8 @@ class RoutedAlike(ParallelStyle):
         self.stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        router = module.get_submodule("router")
+        assert isinstance(module, MixtureOfExperts)
+        router = module.router
         router.__dict__["forward"] = partial(_logits_of_a_part, router)
         return distribute_module(
             module,
