@@ -55,6 +55,10 @@ EXPERTS = st.fixed_dictionaries(
     {
         "num_experts": st.sampled_from([2, 4]),
         "experts_per_token": st.sampled_from([1, 2]),
+        "expert_size": st.sampled_from([0, 256]),
+        "shared_size": st.sampled_from([0, 512]),
+        "gate_inputs": st.booleans(),
+        "biases": st.booleans(),
         "moe_layers": st.sampled_from([None, 2]),
     }
 )

@@ -1,5 +1,7 @@
 """Laws that tie the three views of a plan together: search, estimate and rehearsal."""
 
+from typing import get_args
+
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from llama_core.config import models
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
+from llama_core.config.strategy import Gates
 from llama_core.errors import PlanError
 from llama_core.planning.memory.estimate import estimate_memory
 from llama_core.planning.memory.verdict import FILL_LIMIT
@@ -38,6 +41,11 @@ EXPERTS = st.fixed_dictionaries(
         "num_experts": st.sampled_from([2, 4]),
         "experts_per_token": st.sampled_from([1, 2]),
         "moe_layers": st.sampled_from([None, 2]),
+        "expert_size": st.sampled_from([0, 256]),
+        "shared_size": st.sampled_from([0, 512]),
+        "gates": st.sampled_from(get_args(Gates)),
+        "gate_inputs": st.booleans(),
+        "biases": st.booleans(),
     }
 )
 SLOW = settings(
