@@ -212,9 +212,18 @@ def test_the_estimate_of_a_compiled_layer_matches_the_bytes_its_partition_saves(
 
 
 @pytest.mark.parametrize("seq_len", [256, nightly(4096)])
-@pytest.mark.parametrize(("num_experts", "experts_per_token"), [(4, 1), (8, 3)])
-def test_the_estimate_of_a_sparse_model_matches_a_counted_step(num_experts, experts_per_token, seq_len):
-    spec = replace(MEDIUM, moe=MoE(num_experts=num_experts, experts_per_token=experts_per_token))
+@pytest.mark.parametrize(
+    "moe",
+    [
+        MoE(num_experts=4, experts_per_token=1),
+        MoE(num_experts=8, experts_per_token=3),
+        MoE(num_experts=4, expert_size=256, biases=True),
+        MoE(num_experts=4, shared_size=512, gates="sigmoid", gate_inputs=True),
+    ],
+    ids=lambda moe: str(moe.model_dump(exclude_defaults=True)),
+)
+def test_the_estimate_of_a_sparse_model_matches_a_counted_step(moe, seq_len):
+    spec = replace(MEDIUM, moe=moe)
     # the estimate assumes that the gradients of all three expert tensors come at once
     assert peaks_estimated(spec, seq_len) == pytest.approx(peaks_counted(spec, seq_len), rel=5e-3)
 
