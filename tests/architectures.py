@@ -55,7 +55,7 @@ VALUES = {
     "query_pre_attn_scalar": (0, 168),
     "attention_soft_cap": (0.0, 20.0),
     "attention_sinks": (False, True),
-    "activation": ("silu", "gelu_tanh"),
+    "activation": ("silu", "gelu_tanh", "clamped_swiglu"),
     "lora.method": tuple(ADAPTERS),
     "lora.lora_rank": (16, 64),
     "lora.lora_alpha": (None, 4.0),

@@ -15,10 +15,11 @@ from torch import Tensor
 from llama_core.config.measured_rates import Sizes
 from llama_core.config.settings import TrainingConfig
 from llama_core.models import fp8, moe, nf4
+from llama_core.models.activations import OF_BOTH, OF_GATE
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_grouped, cast_linear
 from llama_core.models.grouped import grouped_outer_product, grouped_product
-from llama_core.models.layers import ACTIVATIONS, Rotation, attend, document_mask, rms_norm, rotate
+from llama_core.models.layers import Rotation, attend, document_mask, rms_norm, rotate
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.training.muon import orthogonalised
 from llama_core.training.optimizer import build_optimizer
@@ -304,7 +305,8 @@ _BUILDERS: dict[str, Callable[[Sequence[str], Sizes, torch.device], Prepared]] =
     "multiply": partial(_of_two, torch.mul),
     "add": partial(_of_two, torch.add),
     "add_bias": partial(_pointwise, lambda x: x + x[0]),
-    **{name: partial(_pointwise, activation) for name, activation in ACTIVATIONS.items()},
+    **{name: partial(_pointwise, activation) for name, activation in OF_GATE.items()},
+    **{name: partial(_of_two, activation) for name, activation in OF_BOTH.items()},
     "exp": partial(_pointwise, torch.exp),
     "tanh": partial(_pointwise, torch.tanh),
     "scale": partial(_pointwise, lambda x: 2.0 * x),

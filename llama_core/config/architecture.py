@@ -122,7 +122,8 @@ class ArchitectureConfig(Section):
     attention_sinks: bool | None = None
     """Whether each head has a learned logit that takes a share of attention and has no value, as in GPT-OSS."""
     activation: Activation | None = None
-    """What is made of a feed-forward's gate: silu (SwiGLU), or GELU by its tanh formula (GeGLU), as in Gemma."""
+    """What is made of a feed-forward's gate: silu (SwiGLU), or GELU by its tanh formula (GeGLU), as in Gemma; or of
+    gate and up at once: clamped_swiglu, as in GPT-OSS."""
     norm_eps: float | None = Field(None, gt=0)
     """Epsilon that the norms add to the mean square."""
     rope_theta: float | None = Field(None, gt=0)

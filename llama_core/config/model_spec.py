@@ -30,7 +30,16 @@ Family = Literal["llama", "llama1", "llama2", "llama3", "llama4", "code_llama", 
 folder, whose generation is unknown."""
 NormPlacement = Literal["pre", "post", "both"]
 NormWidth = Literal["head", "all"]
-Activation = Literal["silu", "gelu_tanh"]
+OfGate = Literal["silu", "gelu_tanh"]
+"""What a feed-forward makes of its gate, before it multiplies."""
+OfBoth = Literal["clamped_swiglu"]
+"""What it makes of gate and up at once: with a limit and a slope, ``(up + 1) * gate * sigmoid(slope * gate)``, where
+the gate is clamped from above, and up from both sides."""
+Activation = Literal[OfGate, OfBoth]
+SWIGLU_LIMIT = 7.0
+"""Where the clamped SwiGLU clamps."""
+SWIGLU_SLOPE = 1.702
+"""Its factor within the sigmoid, which makes nearly a GELU of it."""
 
 
 class LayerTraits(NamedTuple):
@@ -162,7 +171,7 @@ class ModelSpec:
 
     # feed-forward
     activation: Activation = "silu"
-    """What a feed-forward, or an expert in its place, makes of its gate before it multiplies."""
+    """What a feed-forward, or an expert in its place, makes of its gate before it multiplies, or of gate and up."""
 
     # norms of the residual stream
     norms: NormPlacement = "pre"

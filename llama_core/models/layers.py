@@ -22,8 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from llama_core.attention import CAUSAL, MASKED, DocumentAttention, Kernel, kernel_told
-from llama_core.config.model_spec import Activation, ModelSpec
+from llama_core.config.model_spec import ModelSpec
 from llama_core.config.rope import LinearScaling, QueryTemperature, RopePairs, RotaryEmbedding, YarnScaling
+from llama_core.models.activations import gated
 from llama_core.models.batch import Documents
 from llama_core.models.block_attention import GROUPED_HEADS
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
@@ -198,18 +199,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
     """Return ``x`` with root mean square one along its last dim, times ``weight`` of the same dtype if there is one."""
     # F.rms_norm itself widens half precision to fp32
     return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-"""What a feed-forward may make of its gate. Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2."""
-
-
-def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Return ``activation(gate) * up``."""
-    return ACTIVATIONS[activation](gate) * up
 
 
 class RMSNorm(nn.RMSNorm):
@@ -602,6 +591,8 @@ def use_kernels(model: nn.Module, told: DocumentAttention = "none", *, asked: st
 
 class FeedForward(nn.Module):
     """SwiGLU or GeGLU: ``w2(activation(w1 x) * w3 x)``, with gate projection w1, up projection w3, down projection w2.
+
+    An activation may also be one of gate and up at once, see ``activations``.
 
     Args:
         spec: the architecture.

@@ -25,9 +25,10 @@ from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import Gates, MoE
+from llama_core.models.activations import gated
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import add_to_groups, grouped_product
-from llama_core.models.layers import KEPT, FeedForward, Linear, gated, local_part
+from llama_core.models.layers import KEPT, FeedForward, Linear, local_part
 from llama_core.records.measurements import OF_LAYER
 
 NUM_SUMS = 3

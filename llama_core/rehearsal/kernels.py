@@ -6,14 +6,14 @@ keeps for its backward what is cheapest to keep. It unpacks a matrix in one kern
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from llama_core.config.model_spec import Activation
+from llama_core.config.model_spec import Activation, OfBoth
 from llama_core.config.nf4 import BLOCK, BLOCK_BYTES
 from llama_core.config.run import RunConfig
 from llama_core.models import cast_weights, layers, loss, moe, nf4
@@ -79,11 +79,12 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Keeps gate and up, or only gate if it needs no gradient itself."""
+    """Keeps gate and up, or only gate if it needs no gradient itself and up's own depends on it alone."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(gate, up if ctx.needs_input_grad[0] else None)
+        reads_up = ctx.needs_input_grad[0] or activation in get_args(OfBoth)
+        ctx.save_for_backward(gate, up if reads_up else None)
         return torch.empty_like(gate)
 
     @staticmethod

@@ -192,6 +192,7 @@ def test_the_estimate_of_a_layer_trained_in_part_matches_the_bytes_autograd_save
 COMPILED = {
     "dense": {},
     "GeGLU": {"activation": "gelu_tanh"},
+    "clamped SwiGLU": {"activation": "clamped_swiglu"},
     "adapters": {"lora": LoRA(lora_rank=8, lora_dropout=0.1, target_modules=("q_proj", "up_proj", "down_proj"))},
     "experts": {"moe": MoE(num_experts=4)},
 }

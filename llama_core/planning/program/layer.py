@@ -6,9 +6,9 @@ local variables until they return; ``end`` says so where that makes a tensor liv
 
 from functools import lru_cache
 from importlib import import_module
-from typing import Literal
+from typing import Literal, get_args
 
-from llama_core.config.model_spec import LayerTraits
+from llama_core.config.model_spec import LayerTraits, OfBoth
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE, last_word
@@ -22,6 +22,9 @@ from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic, Traffic
 ROTATION_ACCESSES = 11
 """How often eager kernels read or write a number in fp32 to rotate it: casts, four products, two sums, and a copy."""
 ROTATION_KERNELS = 9
+CLAMPED_ACCESSES = (16, 44)
+"""How often eager kernels read or write a number to clamp and multiply gate and up, and for their gradients."""
+CLAMPED_KERNELS = 7
 KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
 """Matrices whose products selective recomputation keeps, along with attention's output.
 
@@ -262,13 +265,26 @@ class Layer(ModelProgram):
         return out
 
     def gated(self, gate: int, up: int) -> int:
-        """Return ``activation(gate) * up``."""
+        """Return ``activation(gate) * up``, or what an activation makes of both."""
+        if self.spec.activation in get_args(OfBoth):
+            return self.activate_both(gate, up)
         if self.setting.compiles:
             return self.result("gated", [gate, up], self.sizes[gate])
         activated = self.result(self.spec.activation, [gate], self.sizes[gate])
         out = self.result("multiply", [activated, up], self.sizes[gate])
         self.end(gate, up)
         return out
+
+    def activate_both(self, gate: int, up: int) -> int:
+        """Append what an activation makes of gate and up at once: a function of our own, or one compiled kernel."""
+        size = self.sizes[gate]
+        if self.setting.compiles:
+            return self.result(self.spec.activation, [gate, up], size)
+        held = BothWays(size.num_bytes, 2 * size.num_bytes + 2 * size.elements)  # with a mask each of what is clamped
+        traffic = BothWays(*(accesses * size.num_bytes for accesses in CLAMPED_ACCESSES))
+        return self.result(
+            self.spec.activation, [gate, up], size, workspace=held, traffic=traffic, num_kernels=CLAMPED_KERNELS
+        )
 
     def rotate(self, x: int) -> int:
         """Rotate pairs of numbers in fp32: two halves, their four products with cosines and sines, two sums."""

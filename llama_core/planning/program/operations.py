@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from llama_core.config.model_spec import Activation
+from llama_core.config.model_spec import OfBoth, OfGate
 from llama_core.config.settings import Precision
 from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic
 
@@ -33,7 +33,8 @@ READ_BY_GRADIENT: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "cast_product": ((2,), (0,), ()),  # of x, of a weight, and of its copy in the dtype of x
     "cast_grouped_product": ((2,), (0,), ()),
     "multiply": ((1,), (0,)),
-    **dict.fromkeys(get_args(Activation), ((0,),)),
+    **dict.fromkeys(get_args(OfGate), ((0,),)),
+    **dict.fromkeys(get_args(OfBoth), ((0, 1), (0, 1))),
     "gated": ((0, 1), (0,)),  # in one kernel, as compiled blocks have it
     "softmax": ((FIRST_OUTPUT,),),
     "sink_softmax": ((FIRST_OUTPUT,), (FIRST_OUTPUT,)),

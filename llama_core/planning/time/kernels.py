@@ -9,8 +9,9 @@ kernels, or fused if the plan compiles; a linear cross-entropy that computes its
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from llama_core.config.model_spec import OfBoth
 from llama_core.config.run import RecomputeMode
 from llama_core.planning.program.operations import (
     BACKWARD_PRODUCTS,
@@ -37,7 +38,7 @@ KERNEL_SECONDS = 5e-6
 FP8_ROUNDING_BYTES = {False: 9, True: 5}
 """Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,
 and written in one byte; in eager mode the scaled number is also written and read."""
-FUSED = frozenset({"fused_norm", "gated"})
+FUSED = frozenset({"fused_norm", "gated"}).union(get_args(OfBoth))
 """Operations of which a compiled block makes all gradients in one kernel."""
 
 
