@@ -6,6 +6,7 @@ from typing import Any
 
 from llama_core.adapters.registry import adapter_of_json
 from llama_core.config.config_json.reading import is_folder, read_folder
+from llama_core.config.models import model_spec
 from llama_core.config.section import Section
 from llama_core.config.strategy import PARTS
 from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml
@@ -81,7 +82,7 @@ def _of_adapters(folder: Path, adapters: dict[str, Any]) -> dict[str, Any]:
         return base | _tokenizer(folder)
     names = {**kind.json.settings, "target_modules": "target_modules"}
     lora = {ours: adapters[key] for key, ours in names.items() if isinstance(adapters.get(key), int | float | list)}
-    has_experts = "moe" in PARTS[with_experts_of_folder(base).get("strategy", "standard")]
+    has_experts = "moe" in PARTS[with_experts_of_model(base).get("strategy", "standard")]
     strategy = "hybrid" if has_experts else "lora"
     return base | _tokenizer(folder) | {"strategy": strategy, "lora": lora | {"method": kind.name}}
 
@@ -91,8 +92,8 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
     return {"data": {"tokenizer": str(folder)}} if has_one else {}
 
 
-def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:
-    """Return ``given``, the nested keys of a run, with the experts of its model if that is a Mixtral's folder.
+def with_experts_of_model(given: dict[str, Any]) -> dict[str, Any]:
+    """Return ``given``, the nested keys of a run, with the experts of its model if that is a mixture.
 
     A run has recorded them, so its folder is not opened again.
     """
@@ -106,7 +107,7 @@ def with_experts_of_folder(given: dict[str, Any]) -> dict[str, Any]:
     if "moe" not in PARTS.get(str(strategy), ()):
         return given
     try:
-        moe = read_folder(model).moe if is_folder(model) else None
+        moe = (read_folder(model) if is_folder(model) else model_spec(model)).moe
     except ConfigError:
         return given  # it is refused where its sizes are read
     if moe is None:

@@ -48,7 +48,7 @@ from llama_core.config.model_spec import BaseShape
 from llama_core.config.models import ModelSpec
 from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides
 from llama_core.config.parameter_counts import trained_parameters
-from llama_core.config.pretrained import with_experts_of_folder, with_settings_of_weights
+from llama_core.config.pretrained import with_experts_of_model, with_settings_of_weights
 from llama_core.config.section import Section
 from llama_core.config.settings import (
     DATALOADER,
@@ -170,7 +170,7 @@ class RunConfig(Section):
             return validated(given)  # which reports it
         init_from = training.get("init_from")
         filled = with_settings_of_weights(given, init_from) if isinstance(init_from, str) else given
-        filled = with_experts_of_folder(filled)
+        filled = with_experts_of_model(filled)
         defaults = fine_tuning_defaults(
             adapters=filled.get("strategy") == "lora",
             trained_before=init_from is not None,

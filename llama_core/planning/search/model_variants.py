@@ -18,7 +18,7 @@ class ModelVariant:
     full: Least | None
     """The fewest GPUs that can train every weight; None if none up to ``MAX_DEVICES`` can."""
     lora: Least | None
-    """The fewest GPUs that can train adapters."""
+    """The fewest GPUs that can train adapters, and all experts of a mixture."""
     qlora: Least | None
     """The fewest GPUs that can train adapters over matrices in NF4."""
 
@@ -27,7 +27,7 @@ class ModelVariant:
         found = {"full": self.full, "lora": self.lora, "qlora": self.qlora}
         return (
             asdict(self.spec)
-            | {"num_parameters": self.spec.num_parameters}
+            | {"moe": self.spec.moe and self.spec.moe.model_dump(), "num_parameters": self.spec.num_parameters}
             | {f"min_gpus_{name}": least and least.gpus for name, least in found.items()}
             | {f"bytes_per_gpu_{name}": least and least.peak_bytes for name, least in found.items()}
         )
@@ -46,7 +46,8 @@ def list_variants(gpu_type: str) -> list[ModelVariant]:
 def _least(name: str, gpu_type: str) -> tuple[Least | None, ...]:
     weights = name.removesuffix("_instruct")
     same = weights if weights in model_names() else name
-    overrides = ("strategy=standard",), ("strategy=lora",), ("strategy=lora", "lora.base=nf4")
+    whole, adapters = ("moe", "hybrid") if model_spec(same).moe else ("standard", "lora")
+    overrides = (f"strategy={whole}",), (f"strategy={adapters}",), (f"strategy={adapters}", "lora.base=nf4")
     return tuple(_with(same, gpu_type, *chosen) for chosen in overrides)
 
 
