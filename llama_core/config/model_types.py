@@ -85,6 +85,16 @@ class ModelType:
     written back, are exact. A smaller one comes back with an error of at most 2^-24, and so does any of an fp32 file.
     """
 
+    @property
+    def of_model(self) -> dict[str, Any]:
+        """The fields of ``ModelSpec`` that all of them have, but for their experts."""
+        return {trait: value for trait, value in self.always.items() if trait.partition(".")[0] != "moe"}
+
+    @property
+    def of_experts(self) -> dict[str, Any]:
+        """The settings that the experts of all of them have."""
+        return {trait.removeprefix("moe."): value for trait, value in self.always.items() if trait.startswith("moe.")}
+
     def fits(self, traits: Mapping[str, Any]) -> bool:
         """Return whether a model with these traits has all that these models always have."""
         return all(traits.get(trait) == value for trait, value in self.always.items())

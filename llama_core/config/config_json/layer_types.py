@@ -46,6 +46,10 @@ class LayerTypesJson(LlamaJson):
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             yield f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers={self.num_hidden_layers}"
 
+    def _windows_without_size(self) -> Iterator[str]:
+        if self._windowed and self.sliding_window is None:
+            yield "sliding_window=null: layers with sliding_attention, of which this model has some, need its size"
+
 
 def layer_types_of(spec: ModelSpec) -> list[str]:
     """Return the ``layer_types`` of a model."""
@@ -106,8 +110,7 @@ class RopeByLayerJson(LayerTypesJson):
         yield from super()._contradictions()
         if not self._windowed:
             return
-        if self.sliding_window is None:
-            yield "sliding_window=null: layers with sliding_attention, of which this model has some, need its size"
+        yield from self._windows_without_size()
         rope = self._windowed_rope
         if not self._all_windowed:
             yield from rope.contradictions()

@@ -89,7 +89,7 @@ class LlamaJson(BaseModel):
     @property
     def traits(self) -> dict[str, Any]:
         """The traits of ``ModelSpec`` that tell this model from Llama, except for experts."""
-        return {name: value for name, value in self.row.always.items() if name != "moe"}
+        return self.row.of_model
 
     @property
     def moe(self) -> MoE | None:

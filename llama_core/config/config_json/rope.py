@@ -86,7 +86,7 @@ class _Llama3Rope(_LinearRope):
         return Llama3Scaling(self.factor, original_context, *bands)
 
 
-class _YarnRope(_LinearRope):
+class YarnRope(_LinearRope):
     """A rotary embedding stretched by parts."""
 
     beta_fast: Positive | None = None
@@ -97,6 +97,7 @@ class _YarnRope(_LinearRope):
     truncate: bool = True
 
     def scaling(self, original_context: int) -> RopeScaling:
+        """Return the scaling of a model, with as much amplitude as the mapping says."""
         amplitude = self.attention_factor
         # both came with DeepSeek-V2; transformers reads them for every model, and only together
         if amplitude is None and self.mscale and self.mscale_all_dim:
@@ -123,7 +124,7 @@ AnyRope = Annotated[
     Annotated[Rope, Tag("default")]
     | Annotated[_LinearRope, Tag("linear")]
     | Annotated[_Llama3Rope, Tag("llama3")]
-    | Annotated[_YarnRope, Tag("yarn")],
+    | Annotated[YarnRope, Tag("yarn")],
     Discriminator(
         rope_type,
         custom_error_type=UNKNOWN_ROPE_TYPE,
