@@ -6,6 +6,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from llama_core.config.config_json.experts import router_aux_loss_coef
 from llama_core.config.model_types import Layout
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_spec
@@ -36,6 +39,7 @@ def shrunk(name):
         scaling = replace(scaling, original_context=32)  # so that few tokens show it
     window = 9 if spec.sliding_window else 0
     num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
+    moe = spec.moe and spec.moe.model_copy(update={"num_experts": 6, "experts_per_token": 3})
     return replace(
         spec,
         hidden_size=64,
@@ -46,11 +50,14 @@ def shrunk(name):
         vocab_size=128,
         rope_scaling=scaling,
         sliding_window=window,
+        moe=moe,
     )
 
 
 def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
+    if spec.attention_sinks:
+        return GptOssConfig, GptOssForCausalLM
     if spec.scaled_embedding:
         return Gemma3TextConfig, Gemma3ForCausalLM
     if spec.norms == "post":
@@ -78,12 +85,16 @@ def hugging_face_config(spec, kind=None, **settings):
     if spec.sliding_window:
         settings["sliding_window"] = spec.sliding_window
     layer_types = ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
-    if kind in {Qwen2Config, Qwen3Config, Olmo3Config, Gemma3TextConfig}:
+    if kind in {Qwen2Config, Qwen3Config, Olmo3Config, Gemma3TextConfig, GptOssConfig}:
         settings["layer_types"] = layer_types
     if kind in {Qwen2Config, Qwen3Config}:
         settings["use_sliding_window"] = spec.sliding_window > 0
     if kind is Gemma3TextConfig:
         settings["query_pre_attn_scalar"] = spec.query_pre_attn_scalar or spec.head_dim
+    if kind is GptOssConfig:
+        settings["num_local_experts"] = spec.moe.num_experts
+        settings["num_experts_per_tok"] = spec.moe.experts_per_token
+        settings["router_aux_loss_coef"] = router_aux_loss_coef(spec)
     rope = mapping_of(spec.rope(0))
     if kind in {Olmo3Config, Gemma3TextConfig}:
         rope = {kind: mapping_of(spec.rope(layer)) for layer, kind in enumerate(layer_types)}
@@ -104,6 +115,8 @@ def hugging_face_config(spec, kind=None, **settings):
 
 
 def hugging_face_model(spec, attention="sdpa"):
+    if spec.attention_sinks:  # which no other attention there has
+        attention = "eager"
     # an OLMo and a Gemma have a padding token, whose embedding gets no gradient there
     return class_of(spec)[1](hugging_face_config(spec, attn_implementation=attention, pad_token_id=None)).eval()
 

@@ -11,6 +11,7 @@ from architectures import with_every_trait
 from distributed import run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from llama_core.config.model_types import GPT_OSS
 from llama_core.config.model_weights import weight_of
 from llama_core.config.models import model_spec
 from llama_core.config.rope import YarnScaling
@@ -68,6 +69,15 @@ OTHER_SPARSE = replace(
     moe=SPARSE.moe.model_copy(update={"gates": "sigmoid", "gate_inputs": True, "biases": True, "shared_size": 40}),
 )
 """Experts with other values of their traits."""
+OF_GPT_OSS = replace(
+    UNTIED,
+    **GPT_OSS.of_model,
+    sliding_window=5,
+    windowed_layers=(0, 2),
+    rope_scaling=YarnScaling(4.0, 8, truncate=False),
+    moe=SPARSE.moe.model_copy(update={"moe_layers": None, "expert_size": 0, **GPT_OSS.of_experts}),
+)
+"""A GPT-OSS."""
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
 PRINCIPAL = replace(UNTIED, lora=LoRA(lora_rank=4, rslora=True, initial_values="pissa", target_modules=MATRICES))
 PACKED = replace(

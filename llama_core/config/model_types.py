@@ -153,7 +153,36 @@ GEMMA3_TEXT = ModelType(
     },
     norms_less_one=True,
 )
-MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA3_TEXT)
+GPT_OSS = ModelType(
+    "gpt_oss",
+    always={
+        "qkv_bias": True,
+        "o_bias": True,
+        "attention_sinks": True,
+        "activation": "clamped_swiglu",
+        "moe": True,
+        "moe.biases": True,
+    },
+    sometimes=_SETTINGS_OF_EXPERTS | {"sliding_window", "windowed_layers"},
+    names={
+        "feed_forward.router.weight": "mlp.router.weight",
+        "feed_forward.router.bias": "mlp.router.bias",
+        "feed_forward.experts.w1.weight": "mlp.experts.gate_up_proj",
+        "feed_forward.experts.w1.bias": "mlp.experts.gate_up_proj_bias",
+        "feed_forward.experts.w2.weight": "mlp.experts.down_proj",
+        "feed_forward.experts.w2.bias": "mlp.experts.down_proj_bias",
+        "feed_forward.experts.w3.weight": "mlp.experts.gate_up_proj",
+        "feed_forward.experts.w3.bias": "mlp.experts.gate_up_proj_bias",
+    },
+    layouts={
+        "feed_forward.experts.w1.weight": Layout(transposed=True, part=0, parts=2, in_turns=True),
+        "feed_forward.experts.w1.bias": Layout(part=0, parts=2, in_turns=True),
+        "feed_forward.experts.w2.weight": Layout(transposed=True),
+        "feed_forward.experts.w3.weight": Layout(transposed=True, part=1, parts=2, in_turns=True),
+        "feed_forward.experts.w3.bias": Layout(part=1, parts=2, in_turns=True),
+    },
+)
+MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA3_TEXT, GPT_OSS)
 
 
 def nearest_type(traits: Mapping[str, Any]) -> ModelType:

@@ -6,8 +6,9 @@
 from typing import Any
 
 from llama_core.config.model_spec import ModelSpec
-from llama_core.config.model_types import GEMMA3_TEXT, OLMO2, OLMO3
+from llama_core.config.model_types import GEMMA3_TEXT, GPT_OSS, OLMO2, OLMO3
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
+from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError, did_you_mean
 
 __all__ = ["LONGEST_DEFAULT", "ModelSpec", "model_names", "model_spec"]
@@ -39,6 +40,17 @@ def _gemma3(num_layers: int, window: int, **traits: Any) -> Any:
         "sliding_window": window,
         "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 6 != 5),
         "windowed_rope_theta": 1e4,
+    }
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> Any:
+    """Return the traits of a GPT-OSS: a window in every other layer, and experts in all."""
+    return {
+        **GPT_OSS.of_model,
+        "sliding_window": 128,
+        "windowed_layers": tuple(range(0, num_layers, 2)),
+        "rope_scaling": YarnScaling(32.0, 4096, truncate=False),
+        "moe": MoE(num_experts=num_experts, experts_per_token=4, **GPT_OSS.of_experts),
     }
 
 
@@ -93,6 +105,9 @@ _VARIANTS = (
     ModelSpec("gemma3_4b",             "gemma",       2560,  34,   8,   4, 256, 10240, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(34, 1024, rope_scaling=LinearScaling(8.0))),
     ModelSpec("gemma3_12b",            "gemma",       3840,  48,  16,   8, 256, 15360, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(48, 1024, rope_scaling=LinearScaling(8.0))),
     ModelSpec("gemma3_27b",            "gemma",       5376,  62,  32,  16, 128, 21504, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(62, 1024, rope_scaling=LinearScaling(8.0), query_pre_attn_scalar=168)),
+    # as in the config.json of openai/gpt-oss-20b and gpt-oss-120b
+    ModelSpec("gpt_oss_20b",           "llama",       2880,  24,  64,   8,  64,  2880, 201_088, 1.5e5, 1e-5, 131072, 8192, **_gpt_oss(24, 32)),
+    ModelSpec("gpt_oss_120b",          "llama",       2880,  36,  64,   8,  64,  2880, 201_088, 1.5e5, 1e-5, 131072, 8192, **_gpt_oss(36, 128)),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

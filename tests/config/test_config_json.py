@@ -407,6 +407,14 @@ TWO_SCALINGS = {"rope_parameters": {FULL: YARN}, "rope_scaling": YARN | {"factor
             {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
             ['model_type="gemma3" is a gemma3_text with more beside it, such as images; save the text model alone'],
         ),
+        (
+            {"model_type": "gpt_oss", "swiglu_limit": 6.0, "swiglu_alpha": 1.0, "attention_bias": False},
+            [
+                "attention_bias=false: only a GPT-OSS with biases can be trained",
+                "swiglu_limit=6.0: the experts of GPT-OSS clamp at 7.0",
+                "swiglu_alpha=1.0: the sigmoid in the experts of GPT-OSS has the slope 1.702",
+            ],
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers: only mixtures with experts in every"]),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step=2: only mixtures with experts"]),
         (
@@ -436,12 +444,24 @@ def test_what_a_relative_cannot_be_is_refused_in_one_line(folder, keys, found):
         ({"model_type": "olmo3", "num_hidden_layers": 5}, [4096, 4096, 4096, 0, 4096]),
         ({"model_type": "gemma3_text", "num_hidden_layers": 7}, [4096] * 5 + [0, 4096]),
         ({"model_type": "gemma3_text", "sliding_window": 64, "sliding_window_pattern": 2}, [64, 0]),
+        ({"model_type": "gpt_oss", "num_hidden_layers": 3}, [128, 0, 128]),
+        ({"model_type": "gpt_oss", "sliding_window": 64, "layer_types": [FULL, WINDOWED]}, [0, 64]),
+        ({"model_type": "gpt_oss", "layer_types": [FULL, FULL]}, [0, 0]),
     ],
     ids=str,
 )
 def test_each_type_says_in_its_own_way_which_layers_have_a_window(folder, keys, windows):
     spec = read_folder(str(folder(architectures=None, num_key_value_heads=2, **keys)))
     assert [spec.window(layer) for layer in range(spec.num_layers)] == windows
+
+
+@pytest.mark.parametrize("kind", ["olmo3", "gpt_oss"])
+def test_layers_with_a_window_of_no_size_are_refused(folder, kind):
+    path = folder(architectures=None, model_type=kind, num_key_value_heads=2)
+    given = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(given | {"sliding_window": None}))
+    said = "sliding_window=null: layers with sliding_attention, of which this model has some, need its size"
+    assert problems(path) == [said]
 
 
 def test_a_gemma_3_in_the_spelling_of_transformers_4_is_scaled_in_layers_without_a_window(folder):

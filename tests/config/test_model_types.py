@@ -9,7 +9,7 @@ from llama_core.config.config_json.reading import read_folder
 from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_spec import BaseShape
 from llama_core.config.model_types import MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
-from llama_core.config.model_weights import hugging_face_name
+from llama_core.config.model_weights import hugging_face_name, layout_of
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import Llama3Scaling
 from llama_core.config.strategy import LoRA, MoE
@@ -22,10 +22,7 @@ NOT_YET = {
     "moe.expert_size": {"moe": MoE(expert_size=48)},
     "moe.shared_size": {"moe": MoE(shared_size=48)},
     "moe.gate_inputs": {"moe": MoE(gate_inputs=True)},
-    "moe.biases": {"moe": MoE(biases=True)},
     "attention_soft_cap": {"attention_soft_cap": 30.0},
-    "attention_sinks": {"attention_sinks": True},
-    "o_bias": {"o_bias": True},
     "rope_pairs": {"rope_pairs": "adjacent"},
     "nope_layers": {"nope_layers": (1,)},
     "query_temperature_scale": {"nope_layers": (1,), "query_temperature_scale": 0.1},
@@ -48,16 +45,19 @@ OTHER = {
     "tied_embeddings": {"tied_embeddings": True},
     "rope_scaling": {"rope_scaling": Llama3Scaling(4.0, 32)},
     "qkv_bias": {"qkv_bias": True},
+    "o_bias": {"o_bias": True},
     "qk_norm": {"qk_norm": True},
     "qk_norm_width": {"qk_norm": True, "qk_norm_width": "all"},
     "norms": {"norms": "post"},
     "activation": {"activation": "gelu_tanh"},
+    "attention_sinks": {"attention_sinks": True},
     "scaled_embedding": {"scaled_embedding": True},
     "query_pre_attn_scalar": {"query_pre_attn_scalar": 24},
     "sliding_window": {"sliding_window": 8},
     "windowed_layers": {"sliding_window": 8, "windowed_layers": (1,)},
     "windowed_rope_theta": {"sliding_window": 8, "windowed_layers": (1,), "windowed_rope_theta": 2e4},
     "moe": {"moe": MoE()},
+    "moe.biases": {"moe": MoE(biases=True)},
     "moe.num_experts": {"moe": MoE(num_experts=4)},
     "moe.experts_per_token": {"moe": MoE(experts_per_token=1)},
     "moe.gates": {"moe": MoE(gates="softmax_all")},
@@ -96,7 +96,9 @@ def marked(kind, trait=None):
     for each in kind.always:
         changes |= OTHER[each]
     changes |= OTHER.get(trait, {})
-    return changes | {each: value for each, value in kind.always.items() if each != "moe"}
+    if kind.of_experts:
+        changes["moe"] = changes["moe"].model_copy(update=kind.of_experts)
+    return changes | kind.of_model
 
 
 def read_back(spec, folder):
@@ -176,5 +178,5 @@ def test_a_type_names_weights_that_its_models_have(kind):
     spec = replace(SPEC, **marked(kind))
     renamed = {f"layers.0.{name}" for name in kind.names}
     assert renamed <= spec.parameter_shapes.keys()
-    theirs = [hugging_face_name(name, kind) for name in spec.parameter_shapes]
+    theirs = [(hugging_face_name(name, kind), layout_of(name, kind).part) for name in spec.parameter_shapes]
     assert len(set(theirs)) == len(theirs)

@@ -4,6 +4,7 @@ import pytest
 
 from llama_core.config.models import model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling
+from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
 
@@ -52,6 +53,8 @@ PARAMETERS = {
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 
 
@@ -110,6 +113,25 @@ def test_a_misspelt_model_suggests_the_nearest_name():
 def test_a_name_close_to_no_model_lists_them_all():
     with pytest.raises(ConfigError, match=r"choose one of tiny_llama3_50m, .*code_llama_7b"):
         model_spec("gpt")
+
+
+@pytest.mark.parametrize(
+    ("asked", "strategy"), [({}, "moe"), ({"strategy": "moe"}, "moe"), ({"strategy": "hybrid"}, "hybrid")]
+)
+def test_a_variant_that_is_a_mixture_brings_its_experts(asked, strategy):
+    config = RunConfig.from_mapping({"model": "gpt_oss_20b", **asked, "launch": {"device": "cuda"}})
+    assert config.strategy == strategy
+    assert config.spec.moe == model_spec("gpt_oss_20b").moe
+    other = RunConfig.from_mapping(
+        {"model": "gpt_oss_20b", **asked, "launch": {"device": "cuda"}}, ["moe.num_experts=4"]
+    )
+    assert other.spec.moe == config.spec.moe.model_copy(update={"num_experts": 4})
+    assert RunConfig.from_mapping(other.model_dump()).spec == other.spec
+
+
+def test_a_variant_that_is_a_mixture_is_no_dense_model():
+    with pytest.raises(ConfigError, match="gpt_oss_20b is a mixture of experts; use strategy=moe or hybrid"):
+        RunConfig.from_mapping({"model": "gpt_oss_20b", "strategy": "lora", "launch": {"device": "cuda"}})
 
 
 @pytest.mark.parametrize("some", [(0, 1, 2, 4), (3,), (5, 4)])

@@ -32,6 +32,7 @@ SPECS = {
     "norms after, of all heads": shrunk("olmo2_7b"),
     "windows that rotate otherwise": shrunk("olmo3_7b"),
     "scaled embedding and queries, GeGLU": replace(shrunk("gemma3_27b"), tied_embeddings=False),
+    "experts, sinks, biases": shrunk("gpt_oss_20b"),
     "untied, linear": replace(shrunk("code_llama_34b"), rope_scaling=LinearScaling(4.0)),
 }
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

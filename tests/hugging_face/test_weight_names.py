@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -54,6 +55,7 @@ def test_logits_match_transformers_for_the_same_weights(name, attention):
 
 
 GEMMA3 = shrunk("gemma3_27b")
+GPT_OSS = shrunk("gpt_oss_20b")
 OLMO3 = replace(shrunk("olmo3_32b"), num_layers=4, windowed_layers=(0, 1, 2))
 RELATIVES = {
     "Mistral": shrunk("mistral_7b"),
@@ -72,6 +74,10 @@ RELATIVES = {
     "Gemma 3, windows in all layers": replace(
         GEMMA3, windowed_layers=(), windowed_rope_theta=0.0, rope_scaling=None, rope_theta=1e4
     ),
+    "GPT-OSS": GPT_OSS,
+    "GPT-OSS, nothing scaled, a tied head": replace(GPT_OSS, rope_scaling=None, tied_embeddings=True),
+    "GPT-OSS, windows in all layers": replace(GPT_OSS, windowed_layers=(), num_kv_heads=4),
+    "GPT-OSS, no window": replace(GPT_OSS, windowed_layers=(), sliding_window=0),
     "Qwen2, wide heads": replace(shrunk("qwen2_5_7b"), head_dim=32),
 }
 
@@ -187,7 +193,8 @@ def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transform
 
 
 @pytest.mark.parametrize(
-    "kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config, Gemma3TextConfig]
+    "kind",
+    [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config, Gemma3TextConfig, GptOssConfig],
 )
 def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {
@@ -206,7 +213,17 @@ def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["llama2_7b", "llama3_405b", "tiny_llama3_50m", "mistral_7b", "qwen3_8b", "olmo2_32b", "olmo3_7b", "gemma3_27b"],
+    [
+        "llama2_7b",
+        "llama3_405b",
+        "tiny_llama3_50m",
+        "mistral_7b",
+        "qwen3_8b",
+        "olmo2_32b",
+        "olmo3_7b",
+        "gemma3_27b",
+        "gpt_oss_20b",
+    ],
 )
 def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(name):
     spec = shrunk(name)

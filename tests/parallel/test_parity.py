@@ -16,6 +16,7 @@ from parity import (
     ADAPTED,
     ADAPTED_RELATIVE,
     HYBRID,
+    OF_GPT_OSS,
     OTHER_SPARSE,
     RELATIVE,
     SEQ_LEN,
@@ -272,6 +273,23 @@ def test_a_soft_cap_beside_the_traits_of_relatives_matches_one_process(plan):
 @pytest.mark.parametrize("plan", cases({name: SPARSE_PLANS[name] for name in ("ep2 tp2", "ep2 zero3 dp2")}, narrow=()))
 def test_the_traits_of_relatives_beside_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=SPARSE_RELATIVE)
+    assert max(differences.values()) < 1e-8, differences
+
+
+OF_GPT_OSS_PLANS = {
+    name: (PLANS | SPARSE_PLANS)[name]
+    for name in ("tp2 sp, selective recompute", "cp2", "pp2 1f1b", "pp2 zbv", "zero3 dp4", "ep2 tp2 zero3", "compiled")
+}
+
+
+@pytest.mark.parametrize("plan", cases(OF_GPT_OSS_PLANS, narrow={"tp2 sp, selective recompute"}))
+@pytest.mark.parametrize(
+    "spec",
+    [OF_GPT_OSS, nightly(replace(OF_GPT_OSS, lora=LoRA(lora_rank=4), trainable=("*.sinks", "*.wo.bias")))],
+    ids=["trained", "adapted"],
+)
+def test_a_gpt_oss_matches_one_process(spec, plan):
+    differences = largest_differences(plan, spec=spec)
     assert max(differences.values()) < 1e-8, differences
 
 

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from llama_core.config.hardware import GPUS_PER_NODE, PCIE_BANDWIDTH, gpu_names, gpu_spec
+from llama_core.config.model_weights import weight_of
 from llama_core.config.models import ModelSpec, model_names, model_spec
 from llama_core.config.strategy import LoRA
 from llama_core.planning.plan import ParallelPlan
@@ -39,9 +40,12 @@ def step(plan, device="h100", spec=SPEC, **options):
 @pytest.mark.parametrize("name", model_names())
 def test_every_multiplied_parameter_costs_six_flops_a_token(name):
     spec = model_spec(name)
-    vectors = sum(shape[0] for shape in spec.parameter_shapes.values() if len(shape) == 1)
+    vectors = sum(shape[-1] for name, shape in spec.parameter_shapes.items() if not weight_of(name).is_matrix)
+    if spec.moe and spec.moe.biases:  # a token meets those of several experts
+        of_one = 2 * spec.expert_size + spec.hidden_size
+        vectors += spec.num_sparse_layers * (spec.moe.experts_per_token - 1) * of_one
     look_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
-    assert flops_per_token(spec, 0) == 6 * (spec.num_parameters - vectors - look_up)
+    assert flops_per_token(spec, 0) == 6 * (spec.num_active_parameters - vectors - look_up)
 
 
 def test_attention_costs_twelve_flops_per_score_and_half_that_when_causal():

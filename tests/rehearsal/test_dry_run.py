@@ -10,9 +10,11 @@ from distributed import run_ranks
 from tiers import nightly
 
 from llama_core.config import models
+from llama_core.config.model_types import GPT_OSS
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import YarnScaling
 from llama_core.config.run import RunConfig
+from llama_core.config.strategy import MoE
 from llama_core.errors import PlanError
 from llama_core.models.loss import default_chunk_tokens
 from llama_core.planning.memory.estimate import estimate_memory
@@ -45,6 +47,15 @@ RELATIVES = [
 ]
 """Llamas with every trait of the relatives, one for each value."""
 RELATIVE = RELATIVES[0]
+OF_GPT_OSS = replace(
+    MEDIUM,
+    **GPT_OSS.of_model,
+    name="relative_gpt_oss",
+    sliding_window=64,
+    windowed_layers=(0, 2),
+    rope_scaling=YarnScaling(4.0, 128, truncate=False),
+    moe=MoE(num_experts=4, **GPT_OSS.of_experts),
+)
 WIDE_VOCABULARY = ModelSpec("wide_vocabulary", "llama3", 256, 3, 4, 1, 64, 512, 32000, 1e4, 1e-5, 4096, 128)
 
 WIDE_TIED = replace(WIDE_VOCABULARY, name="wide_tied", num_layers=4, tied_embeddings=True)
@@ -52,7 +63,18 @@ WIDE_TIED = replace(WIDE_VOCABULARY, name="wide_tied", num_layers=4, tied_embedd
 
 @pytest.fixture(autouse=True)
 def small_models(monkeypatch):
-    for spec in (TIED, UNTIED, MEDIUM, MEDIUM_TIED, EVEN, MANY_HEADS, *RELATIVES, WIDE_VOCABULARY, WIDE_TIED):
+    for spec in (
+        TIED,
+        UNTIED,
+        MEDIUM,
+        MEDIUM_TIED,
+        EVEN,
+        MANY_HEADS,
+        *RELATIVES,
+        OF_GPT_OSS,
+        WIDE_VOCABULARY,
+        WIDE_TIED,
+    ):
         monkeypatch.setitem(models._REGISTRY, spec.name, spec)
 
 
@@ -80,7 +102,11 @@ SMALL_CASES = list(
 
 @pytest.mark.parametrize(
     ("model", "precision", "shape"),
-    [*SMALL_CASES[::3], *(nightly(*c) for c in SMALL_CASES[1::3] + SMALL_CASES[2::3])],
+    [
+        *SMALL_CASES[::3],
+        (OF_GPT_OSS.name, "bf16", shape(2)),
+        *(nightly(*c) for c in SMALL_CASES[1::3] + SMALL_CASES[2::3]),
+    ],
     ids=str,
 )
 def test_the_estimate_is_within_one_percent_of_the_bytes_counted_on_the_real_step(model, precision, shape):
@@ -289,6 +315,9 @@ CASES = [
     *(nightly(RELATIVE.name, CUDA, name) for name in ("tp2", "cp2", "zero3 full", "zbv")),
     *(nightly(RELATIVE.name, PRECISE, name) for name in ("tp2", "cp2", "1f1b partly full")),
     nightly(RELATIVE.name, KERNEL, "tp2 cp2 zero3 selective"),
+    (OF_GPT_OSS.name, CUDA, "tp2"),
+    *(nightly(OF_GPT_OSS.name, CUDA, name) for name in ("compiled tp2 selective", "cp2", "zero3 full", "zbv")),
+    *(nightly(OF_GPT_OSS.name, PRECISE, name) for name in ("tp2", "cp2", "1f1b partly full")),
     ("medium", PRECISE, "tp2"),
     nightly("medium", PRECISE, "cp2"),
     *(nightly("medium_tied", HALF, name) for name in ("zero3", "chimera", "chimera once zero1")),

@@ -10,6 +10,7 @@ such a class with a row in the file of its makers, and list it here.
 """
 
 from llama_core.config.config_json.gemma import Gemma3TextJson
+from llama_core.config.config_json.gpt_oss import GptOssJson
 from llama_core.config.config_json.llama import LlamaJson
 from llama_core.config.config_json.mistral import MistralJson, MixtralJson
 from llama_core.config.config_json.olmo import Olmo2Json, Olmo3Json
@@ -19,7 +20,7 @@ FAMILIES: dict[str, type[LlamaJson]] = {
     family.row.name: family
     for family in (
         *(LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson),
-        *(Olmo2Json, Olmo3Json, Gemma3TextJson),
+        *(Olmo2Json, Olmo3Json, Gemma3TextJson, GptOssJson),
     )
 }
 """The types of models that can be read and written, by ``model_type``."""
