@@ -8,6 +8,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -39,7 +41,10 @@ def shrunk(name):
         scaling = replace(scaling, original_context=32)  # so that few tokens show it
     window = 9 if spec.sliding_window else 0
     num_kv_heads = 4 if spec.num_kv_heads == spec.num_heads else 2
-    moe = spec.moe and spec.moe.model_copy(update={"num_experts": 6, "experts_per_token": 3})
+    moe = spec.moe
+    if moe is not None:
+        few = {"num_experts": 6, "experts_per_token": min(3, moe.experts_per_token)}
+        moe = moe.with_widths(48, 48).model_copy(update=few)
     return replace(
         spec,
         hidden_size=64,
@@ -50,6 +55,8 @@ def shrunk(name):
         vocab_size=128,
         rope_scaling=scaling,
         sliding_window=window,
+        attention_chunk=10 if spec.attention_chunk else 0,
+        query_temperature_floor=4 if spec.query_temperature_scale else spec.query_temperature_floor,
         moe=moe,
     )
 
@@ -58,6 +65,8 @@ def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
     if spec.attention_sinks:
         return GptOssConfig, GptOssForCausalLM
+    if spec.rope_pairs == "adjacent":
+        return Llama4TextConfig, Llama4ForCausalLM
     if spec.scaled_embedding:
         return Gemma3TextConfig, Gemma3ForCausalLM
     if spec.norms == "post":
@@ -95,13 +104,15 @@ def hugging_face_config(spec, kind=None, **settings):
         settings["num_local_experts"] = spec.moe.num_experts
         settings["num_experts_per_tok"] = spec.moe.experts_per_token
         settings["router_aux_loss_coef"] = router_aux_loss_coef(spec)
+    if kind is Llama4TextConfig:
+        settings |= of_llama4(spec)
     rope = mapping_of(spec.rope(0))
     if kind in {Olmo3Config, Gemma3TextConfig}:
         rope = {kind: mapping_of(spec.rope(layer)) for layer, kind in enumerate(layer_types)}
     return kind(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.ffn_size,
+        intermediate_size=spec.expert_size,
         num_hidden_layers=spec.num_layers,
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
@@ -112,6 +123,24 @@ def hugging_face_config(spec, kind=None, **settings):
         tie_word_embeddings=spec.tied_embeddings,
         **settings,
     )
+
+
+def of_llama4(spec):
+    """Return the settings that only a Llama 4 has."""
+    layers = range(spec.num_layers)
+    return {
+        "intermediate_size_mlp": spec.ffn_size,
+        "num_local_experts": spec.moe.num_experts,
+        "num_experts_per_tok": spec.moe.experts_per_token,
+        "moe_layers": [layer for layer in layers if spec.has_experts(layer)],
+        "router_aux_loss_coef": spec.moe.balance_loss_coefficient * spec.num_sparse_layers / spec.moe.experts_per_token,
+        "no_rope_layers": [int(spec.rotates(layer)) for layer in layers],
+        "attention_chunk_size": spec.attention_chunk or None,
+        "attn_temperature_tuning": spec.query_temperature_scale > 0,
+        "attn_scale": spec.query_temperature_scale,
+        "floor_scale": spec.query_temperature_floor,
+        "use_qk_norm": spec.qk_norm,
+    }
 
 
 def hugging_face_model(spec, attention="sdpa"):

@@ -182,7 +182,34 @@ GPT_OSS = ModelType(
         "feed_forward.experts.w3.bias": Layout(part=1, parts=2, in_turns=True),
     },
 )
-MODEL_TYPES = (LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMO2, OLMO3, GEMMA3_TEXT, GPT_OSS)
+LLAMA4_TEXT = ModelType(
+    "llama4_text",
+    always={"rope_pairs": "adjacent", "moe": True, "moe.gates": "sigmoid", "moe.gate_inputs": True},
+    sometimes=_SETTINGS_OF_EXPERTS
+    | {"moe.moe_layers", "moe.expert_size", "moe.shared_size", "qk_norm", "qk_norm_weights", "nope_layers"}
+    | {"query_temperature_scale", "query_temperature_floor", "attention_chunk"},
+    names={
+        "feed_forward.w1.weight": "feed_forward.gate_proj.weight",
+        "feed_forward.w2.weight": "feed_forward.down_proj.weight",
+        "feed_forward.w3.weight": "feed_forward.up_proj.weight",
+        "feed_forward.router.weight": "feed_forward.router.weight",
+        "feed_forward.shared.w1.weight": "feed_forward.shared_expert.gate_proj.weight",
+        "feed_forward.shared.w2.weight": "feed_forward.shared_expert.down_proj.weight",
+        "feed_forward.shared.w3.weight": "feed_forward.shared_expert.up_proj.weight",
+        "feed_forward.experts.w1.weight": "feed_forward.experts.gate_up_proj",
+        "feed_forward.experts.w2.weight": "feed_forward.experts.down_proj",
+        "feed_forward.experts.w3.weight": "feed_forward.experts.gate_up_proj",
+    },
+    layouts={
+        "feed_forward.experts.w1.weight": Layout(transposed=True, part=0, parts=2),
+        "feed_forward.experts.w2.weight": Layout(transposed=True),
+        "feed_forward.experts.w3.weight": Layout(transposed=True, part=1, parts=2),
+    },
+)
+MODEL_TYPES = (
+    *(LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
+    *(OLMO2, OLMO3, GEMMA3_TEXT, GPT_OSS, LLAMA4_TEXT),
+)
 
 
 def nearest_type(traits: Mapping[str, Any]) -> ModelType:

@@ -16,9 +16,10 @@ __all__ = ["LONGEST_DEFAULT", "ModelSpec", "model_names", "model_spec"]
 LONGEST_DEFAULT = 8192
 """Upper limit on the default sequence length of a model from a folder, in tokens."""
 
-# The scalings of Llama 3.1 and 3.3 (8), and of Llama 3.2 (32).
+# The scalings of Llama 3.1 and 3.3 (8), of Llama 3.2 (32), and of Llama 4 Scout (16).
 _SCALED_8 = Llama3Scaling(factor=8.0, original_context=8192)
 _SCALED_32 = Llama3Scaling(factor=32.0, original_context=8192)
+_SCALED_16 = Llama3Scaling(factor=16.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=1.0)
 
 
 def _olmo3(num_layers: int) -> Any:
@@ -29,6 +30,26 @@ def _olmo3(num_layers: int) -> Any:
         "windowed_layers": tuple(layer for layer in range(num_layers) if layer % 4 != 3),
         "windowed_rope_theta": 5e5,
         "rope_scaling": YarnScaling(8.0, 8192),
+    }
+
+
+def _llama4(num_layers: int, *, num_experts: int, moe_layers: int | None, **traits: Any) -> Any:
+    """Return the traits of a Llama 4: all layers but every fourth rotate, and see chunks; experts are as wide as 8192."""
+    experts = MoE(
+        num_experts=num_experts,
+        experts_per_token=1,
+        moe_layers=moe_layers,
+        gates="sigmoid",
+        gate_inputs=True,
+        expert_size=8192,
+        shared_size=8192,
+    )
+    return traits | {
+        "rope_pairs": "adjacent",
+        "nope_layers": tuple(range(3, num_layers, 4)),
+        "query_temperature_scale": 0.1,
+        "attention_chunk": 8192,
+        "moe": experts,
     }
 
 
@@ -105,6 +126,8 @@ _VARIANTS = (
     ModelSpec("gemma3_4b",             "gemma",       2560,  34,   8,   4, 256, 10240, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(34, 1024, rope_scaling=LinearScaling(8.0))),
     ModelSpec("gemma3_12b",            "gemma",       3840,  48,  16,   8, 256, 15360, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(48, 1024, rope_scaling=LinearScaling(8.0))),
     ModelSpec("gemma3_27b",            "gemma",       5376,  62,  32,  16, 128, 21504, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(62, 1024, rope_scaling=LinearScaling(8.0), query_pre_attn_scalar=168)),
+    ModelSpec("llama4_scout",          "llama4",      5120,  48,  40,   8, 128, 16384, 202_048, 5e5, 1e-5, 10485760,  8192, **_llama4(48, num_experts=16, moe_layers=None, rope_scaling=_SCALED_16, qk_norm=True, qk_norm_weights=False)),
+    ModelSpec("llama4_maverick",       "llama4",      5120,  48,  40,   8, 128, 16384, 202_048, 5e5, 1e-5, 1048576,  8192, **_llama4(48, num_experts=128, moe_layers=2)),
     # as in the config.json of openai/gpt-oss-20b and gpt-oss-120b
     ModelSpec("gpt_oss_20b",           "llama",       2880,  24,  64,   8,  64,  2880, 201_088, 1.5e5, 1e-5, 131072, 8192, **_gpt_oss(24, 32)),
     ModelSpec("gpt_oss_120b",          "llama",       2880,  36,  64,   8,  64,  2880, 201_088, 1.5e5, 1e-5, 131072, 8192, **_gpt_oss(36, 128)),

@@ -415,6 +415,19 @@ TWO_SCALINGS = {"rope_parameters": {FULL: YARN}, "rope_scaling": YARN | {"factor
                 "swiglu_alpha=1.0: the sigmoid in the experts of GPT-OSS has the slope 1.702",
             ],
         ),
+        (
+            {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}},
+            ['model_type="llama4" is a llama4_text with more beside it, such as images; save the text model alone'],
+        ),
+        ({"model_type": "llama4_text", "moe_layers": []}, ["moe_layers: only a Llama 4 with experts in some"]),
+        (
+            {"model_type": "llama4_text", "num_hidden_layers": 2, "no_rope_layers": [1]},
+            ["no_rope_layers has 1 entries, but num_hidden_layers=2"],
+        ),
+        (
+            {"model_type": "llama4_text", "num_hidden_layers": 2, "layer_types": ["chunked_attention", FULL]},
+            ["layer_types: chunked_attention is of the layers that rotate, if attention_chunk_size is set; the others"],
+        ),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ["mlp_only_layers: only mixtures with experts in every"]),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ["decoder_sparse_step=2: only mixtures with experts"]),
         (

@@ -8,7 +8,7 @@ import pytest
 from llama_core.config.config_json.reading import read_folder
 from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_spec import BaseShape
-from llama_core.config.model_types import MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
+from llama_core.config.model_types import LLAMA4_TEXT, MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
 from llama_core.config.model_weights import hugging_face_name, layout_of
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import Llama3Scaling
@@ -18,17 +18,7 @@ from llama_core.errors import ConfigError
 SPEC = ModelSpec("out", "llama", 64, 2, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 256)
 FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in MoE.model_fields}
 NOT_YET = {
-    "moe.moe_layers": {"moe": MoE(moe_layers=2)},
-    "moe.expert_size": {"moe": MoE(expert_size=48)},
-    "moe.shared_size": {"moe": MoE(shared_size=48)},
-    "moe.gate_inputs": {"moe": MoE(gate_inputs=True)},
     "attention_soft_cap": {"attention_soft_cap": 30.0},
-    "rope_pairs": {"rope_pairs": "adjacent"},
-    "nope_layers": {"nope_layers": (1,)},
-    "query_temperature_scale": {"nope_layers": (1,), "query_temperature_scale": 0.1},
-    "attention_chunk": {"attention_chunk": 16},
-    "qk_norm_weights": {"qk_norm": True, "qk_norm_weights": False},
-    "query_temperature_floor": {"query_temperature_floor": 16},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {
@@ -62,6 +52,16 @@ OTHER = {
     "moe.experts_per_token": {"moe": MoE(experts_per_token=1)},
     "moe.gates": {"moe": MoE(gates="softmax_all")},
     "moe.balance_loss_coefficient": {"moe": MoE(balance_loss_coefficient=0.5)},
+    "moe.moe_layers": {"moe": MoE(moe_layers=2)},
+    "moe.expert_size": {"moe": MoE(expert_size=48, shared_size=48)},
+    "moe.shared_size": {"moe": MoE(expert_size=48, shared_size=48)},
+    "moe.gate_inputs": {"moe": MoE(gate_inputs=True)},
+    "rope_pairs": {"rope_pairs": "adjacent"},
+    "nope_layers": {"nope_layers": (1,)},
+    "query_temperature_scale": {"nope_layers": (1,), "query_temperature_scale": 0.1},
+    "attention_chunk": {"attention_chunk": 16},
+    "qk_norm_weights": {"qk_norm": True, "qk_norm_weights": False},
+    "query_temperature_floor": {"query_temperature_floor": 16},
 }
 """Another value than a Llama's of each field, with what it needs."""
 BESIDE = {
@@ -92,13 +92,16 @@ def test_every_field_of_a_model_is_stated_by_some_type_or_is_no_trait_for_a_reas
 
 def marked(kind, trait=None):
     """Return the changes that make a model one of a kind, with another value of one trait that it may have."""
-    changes = {}
-    for each in kind.always:
-        changes |= OTHER[each]
-    changes |= OTHER.get(trait, {})
-    if kind.of_experts:
-        changes["moe"] = changes["moe"].model_copy(update=kind.of_experts)
-    return changes | kind.of_model
+    changes, experts = {}, {}
+    for each in (*kind.always, trait):
+        given = OTHER.get(each, {})
+        changes |= given
+        experts |= given["moe"].model_dump(exclude_unset=True) if "moe" in given else {}
+    experts |= kind.of_experts
+    if kind is LLAMA4_TEXT:  # it has a shared expert, as wide as the others, and no weights of heads
+        experts.setdefault("shared_size", changes.get("ffn_size", SPEC.ffn_size))
+        changes |= {"qk_norm_weights": False} if "qk_norm" in changes else {}
+    return changes | kind.of_model | ({"moe": MoE(**experts)} if "moe" in changes else {})
 
 
 def read_back(spec, folder):
@@ -154,6 +157,18 @@ def test_a_type_that_states_a_trait_is_not_taken_for_another_value_than_it_can_s
     assert "moe.gates=sigmoid" in refusal(replace(mixture, moe=MoE(gates="sigmoid")))
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"qk_norm": True}, "Llama4ForCausalLM has no architecture.qk_norm_weights=true"),
+        ({"moe": MoE(gates="sigmoid", gate_inputs=True, shared_size=48)}, "has no moe.shared_size=48"),
+        ({"moe": MoE(gates="sigmoid", gate_inputs=True)}, "has no moe.shared_size=0"),
+    ],
+)
+def test_a_llama_4_has_no_weights_of_heads_and_a_shared_expert_as_wide_as_the_others(changes, said):
+    assert said in refusal(replace(SPEC, **marked(LLAMA4_TEXT) | changes))
+
+
 @dataclass(frozen=True)
 class NewerSpec(ModelSpec):
     """A model with two fields that no table knows."""
@@ -176,7 +191,8 @@ def test_a_new_field_keeps_every_model_with_another_value_from_being_exported():
 @pytest.mark.parametrize("kind", MODEL_TYPES, ids=lambda kind: kind.name)
 def test_a_type_names_weights_that_its_models_have(kind):
     spec = replace(SPEC, **marked(kind))
-    renamed = {f"layers.0.{name}" for name in kind.names}
-    assert renamed <= spec.parameter_shapes.keys()
+    if kind is LLAMA4_TEXT:  # it names weights of layers with experts, and of those without
+        spec = replace(spec, moe=spec.moe.model_copy(update={"moe_layers": (1,)}))
+    assert kind.names.keys() <= {name.partition(".")[2].partition(".")[2] for name in spec.parameter_shapes}
     theirs = [(hugging_face_name(name, kind), layout_of(name, kind).part) for name in spec.parameter_shapes]
     assert len(set(theirs)) == len(theirs)

@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -56,6 +57,7 @@ def test_logits_match_transformers_for_the_same_weights(name, attention):
 
 GEMMA3 = shrunk("gemma3_27b")
 GPT_OSS = shrunk("gpt_oss_20b")
+LLAMA4 = shrunk("llama4_scout")
 OLMO3 = replace(shrunk("olmo3_32b"), num_layers=4, windowed_layers=(0, 1, 2))
 RELATIVES = {
     "Mistral": shrunk("mistral_7b"),
@@ -78,6 +80,19 @@ RELATIVES = {
     "GPT-OSS, nothing scaled, a tied head": replace(GPT_OSS, rope_scaling=None, tied_embeddings=True),
     "GPT-OSS, windows in all layers": replace(GPT_OSS, windowed_layers=(), num_kv_heads=4),
     "GPT-OSS, no window": replace(GPT_OSS, windowed_layers=(), sliding_window=0),
+    "Llama 4, all experts": LLAMA4,
+    "Llama 4, some experts": replace(
+        shrunk("llama4_maverick"), num_layers=5, nope_layers=(3,), rope_scaling=YarnScaling(8.0, 32)
+    ),
+    "Llama 4, experts and layers without rotation of its own": replace(
+        LLAMA4,
+        num_layers=4,
+        nope_layers=(0, 3),
+        query_temperature_scale=0.0,
+        moe=LLAMA4.moe.model_copy(update={"moe_layers": (0, 1, 3)}),
+    ),
+    "Llama 4, no chunks": replace(LLAMA4, attention_chunk=0),
+    "Llama 4, no layer without rotation": replace(LLAMA4, nope_layers=(), query_temperature_scale=0.0),
     "Qwen2, wide heads": replace(shrunk("qwen2_5_7b"), head_dim=32),
 }
 
@@ -194,14 +209,24 @@ def test_every_spelling_of_the_rotary_embedding_means_what_it_means_to_transform
 
 @pytest.mark.parametrize(
     "kind",
-    [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Olmo2Config, Olmo3Config, Gemma3TextConfig, GptOssConfig],
+    [
+        LlamaConfig,
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Olmo2Config,
+        Olmo3Config,
+        Gemma3TextConfig,
+        GptOssConfig,
+        Llama4TextConfig,
+    ],
 )
 def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
     sizes = {
         "vocab_size": 96,
         "hidden_size": 128,
         "intermediate_size": 80,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 32,
     }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind.model_type} | sizes))
@@ -223,6 +248,8 @@ def test_missing_keys_take_the_defaults_of_transformers(kind, tmp_path):
         "olmo3_7b",
         "gemma3_27b",
         "gpt_oss_20b",
+        "llama4_scout",
+        "llama4_maverick",
     ],
 )
 def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(name):

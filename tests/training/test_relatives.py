@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -42,6 +43,15 @@ OF_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
+OF_LLAMA4 = {"intermediate_size_mlp": 40, "attention_chunk_size": 8, "floor_scale": 4, "no_rope_layers": [1, 0, 1]}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
 RELATIVES = {
     "mistral": MistralConfig(**SIZES, **WINDOW, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
     "qwen2": Qwen2Config(**SIZES, **WINDOW, **LAYERS, rope_parameters=YARN, tie_word_embeddings=True),
@@ -53,6 +63,10 @@ RELATIVES = {
     ),
     "gpt_oss": GptOssConfig(
         **SIZES, **WINDOW, layer_types=OF_LAYERS, rope_parameters=YARN | {"truncate": False}, num_local_experts=4
+    ),
+    "llama4_text, chunks": Llama4TextConfig(**SIZES, **OF_LLAMA4, num_local_experts=4, rope_parameters=LLAMA3),
+    "llama4_text, some experts": Llama4TextConfig(
+        **SIZES, **OF_LLAMA4, num_local_experts=4, num_experts_per_tok=2, interleave_moe_layer_step=2, use_qk_norm=False
     ),
     "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, use_sliding_window=True),

@@ -12,6 +12,7 @@ such a class with a row in the file of its makers, and list it here.
 from llama_core.config.config_json.gemma import Gemma3TextJson
 from llama_core.config.config_json.gpt_oss import GptOssJson
 from llama_core.config.config_json.llama import LlamaJson
+from llama_core.config.config_json.llama4 import Llama4TextJson
 from llama_core.config.config_json.mistral import MistralJson, MixtralJson
 from llama_core.config.config_json.olmo import Olmo2Json, Olmo3Json
 from llama_core.config.config_json.qwen import Qwen2Json, Qwen3Json, Qwen3MoeJson
@@ -20,7 +21,7 @@ FAMILIES: dict[str, type[LlamaJson]] = {
     family.row.name: family
     for family in (
         *(LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson),
-        *(Olmo2Json, Olmo3Json, Gemma3TextJson, GptOssJson),
+        *(Olmo2Json, Olmo3Json, Gemma3TextJson, GptOssJson, Llama4TextJson),
     )
 }
 """The types of models that can be read and written, by ``model_type``."""

@@ -27,6 +27,8 @@ from llama_core.records.files import read_file
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
 _MISSING = " is missing"
+_NONE_IF_NULL = frozenset({"sliding_window", "attention_chunk_size"})
+"""The keys of which null is none, as in Mistral-7B-Instruct-v0.2, whose type has a window by default."""
 
 
 def is_folder(model: str) -> bool:
@@ -155,10 +157,9 @@ def _read_config(file: Path) -> LlamaJson:
     Raises:
         ConfigError: as ``read_folder``.
     """
-    # null is the default, as `"rope_scaling": null` of Llama-2-7b-hf; but a window that is null is
-    # none, as in Mistral-7B-Instruct-v0.2, whose type has one by default
+    # null is the default, as `"rope_scaling": null` of Llama-2-7b-hf
     stated = _read_json(file)
-    given = {key: value for key, value in stated.items() if value not in (None, {}) or key == "sliding_window"}
+    given = {key: value for key, value in stated.items() if value not in (None, {}) or key in _NONE_IF_NULL}
     model_type = str(given.get("model_type", "llama"))
     text = given.get("text_config")
     if model_type not in FAMILIES and isinstance(text, dict) and text.get("model_type") in FAMILIES:
