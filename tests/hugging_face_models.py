@@ -63,19 +63,18 @@ def shrunk(name):
 
 def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
-    if spec.attention_sinks:
-        return GptOssConfig, GptOssForCausalLM
-    if spec.rope_pairs == "adjacent":
-        return Llama4TextConfig, Llama4ForCausalLM
-    if spec.scaled_embedding:
-        return Gemma3TextConfig, Gemma3ForCausalLM
-    if spec.norms == "post":
-        return (Olmo3Config, Olmo3ForCausalLM) if spec.sliding_window else (Olmo2Config, Olmo2ForCausalLM)
-    if spec.qk_norm:
-        return Qwen3Config, Qwen3ForCausalLM
-    if spec.qkv_bias:
-        return Qwen2Config, Qwen2ForCausalLM
-    return (MistralConfig, MistralForCausalLM) if spec.sliding_window else (LlamaConfig, LlamaForCausalLM)
+    of_traits = {
+        (GptOssConfig, GptOssForCausalLM): spec.attention_sinks,
+        (Llama4TextConfig, Llama4ForCausalLM): spec.rope_pairs == "adjacent",
+        (Gemma3TextConfig, Gemma3ForCausalLM): spec.scaled_embedding,
+        (Olmo3Config, Olmo3ForCausalLM): spec.norms == "post" and spec.sliding_window,
+        (Olmo2Config, Olmo2ForCausalLM): spec.norms == "post",
+        (Qwen3Config, Qwen3ForCausalLM): spec.qk_norm,
+        (Qwen2Config, Qwen2ForCausalLM): spec.qkv_bias,
+        (MistralConfig, MistralForCausalLM): spec.sliding_window,
+        (LlamaConfig, LlamaForCausalLM): True,
+    }
+    return next(classes for classes, has_traits in of_traits.items() if has_traits)
 
 
 def mapping_of(rope):

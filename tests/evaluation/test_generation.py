@@ -33,6 +33,8 @@ SPECS = {
     "windows that rotate otherwise": shrunk("olmo3_7b"),
     "scaled embedding and queries, GeGLU": replace(shrunk("gemma3_27b"), tied_embeddings=False),
     "experts, sinks, biases": shrunk("gpt_oss_20b"),
+    "chunks, layers without rotation, experts": shrunk("llama4_scout"),
+    "temperatures, experts in some layers": replace(shrunk("llama4_maverick"), num_layers=3, attention_chunk=0),
     "untied, linear": replace(shrunk("code_llama_34b"), rope_scaling=LinearScaling(4.0)),
 }
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -148,17 +148,25 @@ def test_weights_of_norms_that_are_stored_less_one_come_back_bit_for_bit(strateg
 
 
 @pytest.mark.parametrize(
-    ("relative", "method"),
-    [("qwen2", "lora"), ("qwen2", "dora"), ("olmo3", "lora"), ("gemma3_text", "lora"), ("gpt_oss", "lora")],
+    ("relative", "method", "strategy"),
+    [
+        *(
+            ("qwen2", "lora", "lora"),
+            ("qwen2", "dora", "lora"),
+            ("olmo3", "lora", "lora"),
+            ("gemma3_text", "lora", "lora"),
+        ),
+        *((name, "lora", "hybrid") for name in ("gpt_oss", "llama4_text, chunks", "llama4_text, some experts")),
+    ],
 )
-def test_adapters_of_a_relative_are_merged_to_the_same_logits(relative, method, tmp_path):
+def test_adapters_of_a_relative_are_merged_to_the_same_logits(relative, method, strategy, tmp_path):
     kind = RELATIVES[relative]
     saved(kind, tmp_path / "theirs")
     config = RunConfig.from_mapping(
         {
             "model": str(tmp_path / "theirs"),
             "training": {"init_from": str(tmp_path / "theirs")},
-            "strategy": "hybrid" if relative == "gpt_oss" else "lora",
+            "strategy": strategy,
             "lora": {"method": method, "lora_rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
         }
     )
