@@ -78,6 +78,26 @@ OF_GPT_OSS = replace(
     moe=SPARSE.moe.model_copy(update={"moe_layers": None, "expert_size": 0, **GPT_OSS.of_experts}),
 )
 """A GPT-OSS."""
+LLAMA4 = replace(
+    UNTIED,
+    rope_pairs="adjacent",
+    nope_layers=(1,),
+    query_temperature_scale=0.3,
+    query_temperature_floor=3,
+    attention_chunk=6,
+    qk_norm=True,
+    qk_norm_weights=False,
+    moe=MoE(
+        num_experts=4,
+        experts_per_token=1,
+        moe_layers=2,
+        gates="sigmoid",
+        gate_inputs=True,
+        expert_size=24,
+        shared_size=24,
+    ),
+)
+"""A Llama 4."""
 DORA = replace(UNTIED, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES))
 PRINCIPAL = replace(UNTIED, lora=LoRA(lora_rank=4, rslora=True, initial_values="pissa", target_modules=MATRICES))
 PACKED = replace(

@@ -16,6 +16,7 @@ from parity import (
     ADAPTED,
     ADAPTED_RELATIVE,
     HYBRID,
+    LLAMA4,
     OF_GPT_OSS,
     OTHER_SPARSE,
     RELATIVE,
@@ -290,6 +291,12 @@ OF_GPT_OSS_PLANS = {
 )
 def test_a_gpt_oss_matches_one_process(spec, plan):
     differences = largest_differences(plan, spec=spec)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases(SPARSE_PLANS, narrow={"tp2 cp2"}))
+def test_a_llama_4_matches_one_process(plan):
+    differences = largest_differences(plan, spec=LLAMA4)
     assert max(differences.values()) < 1e-8, differences
 
 
