@@ -138,12 +138,15 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
     """Return the configuration of a model of the same family that ``plan`` divides evenly."""
     training = config.training
     seq_len = 16 * plan.cp * plan.tp
+    num_layers = max(2, plan.num_stages)
+    experts = config.architecture.spec(config.model).with_few_layers(num_layers).moe
+    of_model = {"moe": experts.with_widths(32 * plan.tp, 32 * plan.tp).model_dump()} if experts else {}
     return RunConfig.from_mapping(
         {
             "model": config.model,
             "architecture": config.architecture.model_dump(exclude_none=True)
             | {
-                "num_layers": max(2, plan.num_stages),
+                "num_layers": num_layers,
                 "hidden_size": 64,
                 "num_heads": 4 * plan.ranks_of_heads,
                 "num_kv_heads": 2 * plan.ranks_of_heads,
@@ -167,6 +170,7 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
             "data": {"document_mask": config.data.document_mask},
             "launch": {"device": "cpu"},
         }
+        | of_model
     )
 
 
