@@ -19,6 +19,7 @@ def test_a_plan_matches_one_process(plan):
 @pytest.mark.nightly
 def test_experts_beside_it_match_one_process():
     sizes = {"hidden_size": 128, "head_dim": 32, "ffn_size": 256}
-    spec = replace(HYBRID, **sizes, lora=HYBRID.lora.model_copy(update={"base": "nf4"}))
+    moe = HYBRID.moe.with_widths(128, 256)
+    spec = replace(HYBRID, **sizes, moe=moe, lora=HYBRID.lora.model_copy(update={"base": "nf4"}))
     differences = largest_differences(PLANS["tp2 zero3 dp2"], spec=spec)
     assert max(differences.values()) < 1e-8, differences

@@ -148,7 +148,7 @@ def test_experts_that_begin_as_copies_of_a_dense_model_compute_what_it_computes(
         engine.set_weights(lambda model: model.load_state_dict(dense.state_dict()))
         save_run(run, engine, plain, 1)
         source = resolve_pretrained(str(run.path))
-    model = filled(config(moe=MOE | {"moe_layers": [1]}).spec, source)
+    model = filled(config(moe=MOE | {"moe_layers": [1], "biases": True}).spec, source)
     torch.testing.assert_close(model(TOKENS), dense(TOKENS), rtol=0, atol=1e-4)
     assert model.layers["1"].feed_forward.router.weight.std() > 0.01
 
