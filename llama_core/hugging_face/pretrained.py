@@ -67,6 +67,8 @@ _MOVABLE = tuple(
     trait.name for trait in fields(ModelSpec) if trait.name not in (*_FIXED, *_SHOWN_BY_WEIGHTS, *_NOT_OF_WEIGHTS)
 )
 """All other traits, which no weight shows, but which may differ on purpose, as for longer sequences."""
+_MOVABLE_OF_EXPERTS = ("experts_per_token", "gates", "gate_inputs")
+"""The same of experts."""
 
 
 @dataclass(frozen=True)
@@ -408,11 +410,16 @@ def _check_fixed(spec: ModelSpec, source_spec: ModelSpec | None, source: Path) -
 
 
 def _moved(spec: ModelSpec, source_spec: ModelSpec | None, source: Path) -> list[str]:
-    different = [trait for trait in _MOVABLE if source_spec and getattr(source_spec, trait) != getattr(spec, trait)]
+    if source_spec is None:
+        return []
+    values = {f"architecture.{trait}": (getattr(spec, trait), getattr(source_spec, trait)) for trait in _MOVABLE}
+    if spec.moe and source_spec.moe:
+        for trait in _MOVABLE_OF_EXPERTS:
+            values[f"moe.{trait}"] = (getattr(spec.moe, trait), getattr(source_spec.moe, trait))
     return [
-        f"architecture.{trait} is {_said(getattr(spec, trait))}, but {source} was made for "
-        f"{_said(getattr(source_spec, trait))}; ignore this if it is intended"
-        for trait in different
+        f"{key} is {_said(ours)}, but {source} was made for {_said(given)}; ignore this if it is intended"
+        for key, (ours, given) in values.items()
+        if ours != given
     ]
 
 

@@ -111,6 +111,13 @@ def test_a_run_begins_with_the_experts_of_another(run):
     assert differing(filled(read.spec, resolve_pretrained(str(run.path))), lively(config().spec)) == []
 
 
+def test_experts_that_were_trained_with_other_gates_are_told(run):
+    other = replace(config().spec, moe=config().moe.model_copy(update={"gates": "sigmoid"}))
+    (told,) = check_pretrained(other, Path(resolve_pretrained(str(run.path))))
+    assert told.startswith("moe.gates is sigmoid, but ")
+    assert told.endswith(" was made for softmax_chosen; ignore this if it is intended")
+
+
 @pytest.mark.parametrize(
     ("moe", "complaint"),
     [
