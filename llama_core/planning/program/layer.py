@@ -146,7 +146,10 @@ class Layer(ModelProgram):
         self.operations.append(Operation("watch", (gates, probabilities, sums), (gates,)))
         gates = self.cast(gates, self.itemsize)
         order, place = self.sort(chosen, copies)
-        tokens = self.result("rearrange", [whole, place], Size(copies * hidden, self.itemsize))
+        sorted_tokens = Size(copies * hidden, self.itemsize)
+        # the backward puts the gradients of a token's copies side by side before it sums them
+        workspace = BothWays(0, sorted_tokens.num_bytes)
+        tokens = self.result("rearrange", [whole, place], sorted_tokens, workspace=workspace)
         if moe.gate_inputs:
             sorted_gates = self.result("rearrange", [gates, place], self.sizes[gates])
             tokens = self.result("multiply", [tokens, sorted_gates], self.sizes[tokens])
