@@ -88,6 +88,8 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.multiply = _multiply
+        self.own_bias: Callable[[Tensor], Tensor] = _unchanged
+        """Returns the bias as it is added to what this rank has; a gradient comes back from there."""
         self.register_buffer("scales", None, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ class Linear(nn.Linear):
         out = self.product(x)
         if self.sum_over_ranks is not None:
             out = self.sum_over_ranks(out)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return out if self.bias is None else out + self.own_bias(self.bias).to(out.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` in the dtype of ``x``; an adapter changes it, and leaves the bias as it is."""
@@ -112,6 +114,10 @@ class Linear(nn.Linear):
     def low_rank(self, x: Tensor) -> LowRank | None:
         """Return an adapter's addition to ``x @ weight.T``, as two factors; None without an adapter."""
         return None
+
+
+def _unchanged(bias: Tensor) -> Tensor:
+    return bias
 
 
 def _multiply(x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:

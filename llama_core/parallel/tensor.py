@@ -250,8 +250,9 @@ class RoutedAlike(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MixtureOfExperts)
-        router = module.router
-        router.__dict__["forward"] = partial(_logits_of_a_part, router)
+        # nothing that is another object for each router, or each block would be compiled anew
+        module.router.multiply = partial(_multiply_for_a_part, module.router.multiply)
+        module.router.own_bias = partial(local_part, gradient=Partial())
         return distribute_module(
             module,
             device_mesh,
@@ -293,10 +294,11 @@ class VocabularyParallel(ParallelStyle):
         return module
 
 
-def _logits_of_a_part(router: Linear, x: Tensor) -> Tensor:
-    """Return what a router computes, which is whole on every rank and gets a part of its gradient."""
-    logits = router.multiply(x, local_part(router.weight, Partial()), router.cast_weight)
-    return logits if router.bias is None else logits + local_part(router.bias, Partial()).to(logits.dtype)
+def _multiply_for_a_part(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, cast_weight: Tensor | None
+) -> Tensor:
+    """Multiply by a matrix that is whole on every rank, and gets a part of its gradient."""
+    return multiply(x, local_part(weight, Partial()), cast_weight)
 
 
 def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

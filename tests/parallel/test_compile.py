@@ -124,6 +124,13 @@ def test_all_blocks_with_experts_are_one_graph_too(graphs, case):
     assert graphs() == 1
 
 
+def test_all_blocks_with_sinks_biases_and_a_shared_expert_are_one_graph_too(graphs):
+    moe = SPARSE.moe.model_copy(update={"biases": True, "shared_size": 64})
+    spec = replace(SPARSE, attention_sinks=True, o_bias=True, moe=moe)
+    take_step_of_a_rank(ParallelPlan(tp=2, compile=True, num_microbatches=2), spec)
+    assert graphs() == 1
+
+
 @pytest.mark.wide
 def test_blocks_whose_tokens_travel_are_four_graphs(graphs, monkeypatch):
     # no other rank exists to say how many tokens it sends
