@@ -126,6 +126,8 @@ _VARIANTS = (
     ModelSpec("gemma3_4b",             "gemma",       2560,  34,   8,   4, 256, 10240, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(34, 1024, rope_scaling=LinearScaling(8.0))),
     ModelSpec("gemma3_12b",            "gemma",       3840,  48,  16,   8, 256, 15360, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(48, 1024, rope_scaling=LinearScaling(8.0))),
     ModelSpec("gemma3_27b",            "gemma",       5376,  62,  32,  16, 128, 21504, 262_208, 1e6, 1e-6, 131072,  8192, **_gemma3(62, 1024, rope_scaling=LinearScaling(8.0), query_pre_attn_scalar=168)),
+    # as in the config.json of Llama-4-Scout-17B-16E-Instruct and of Llama-4-Maverick-17B-128E-Instruct; Scout's base
+    # has a shorter context and another scaling, which its folder says
     ModelSpec("llama4_scout",          "llama4",      5120,  48,  40,   8, 128, 16384, 202_048, 5e5, 1e-5, 10485760,  8192, **_llama4(48, num_experts=16, moe_layers=None, rope_scaling=_SCALED_16, qk_norm=True, qk_norm_weights=False)),
     ModelSpec("llama4_maverick",       "llama4",      5120,  48,  40,   8, 128, 16384, 202_048, 5e5, 1e-5, 1048576,  8192, **_llama4(48, num_experts=128, moe_layers=2)),
     # as in the config.json of openai/gpt-oss-20b and gpt-oss-120b
