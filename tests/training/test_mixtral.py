@@ -121,7 +121,7 @@ def test_experts_that_were_trained_with_other_gates_are_told(run):
 @pytest.mark.parametrize(
     ("moe", "complaint"),
     [
-        ({"moe_layers": 2}, r"no model there has moe.moe_layers=2\Z"),
+        ({"moe_layers": 2}, r"MixtralForCausalLM is the nearest there, and has no moe.moe_layers=2\Z"),
         ({"gates": "softmax_all"}, r"MixtralForCausalLM is the nearest there, and has no moe.gates=softmax_all\Z"),
     ],
 )
