@@ -404,9 +404,11 @@ class Layer(ModelProgram):
         own = self.num_bytes[q]
         wide = self.sizes[q].elements * FP32_BYTES
         casts = wide if self.setting.is_mixed_precision else 0
-        # forward: the kernel's result and its product with what the sink leaves; backward: the gradient and its product
-        # with the result, before there are gradients of queries, keys and values
-        return BothWays(own + casts + 2 * sums, wide + casts - own - 2 * self.num_bytes[k])
+        # the kernel's result, its product with the shares that sinks leave, and these, which are gone before a cast
+        shares = 0 if casts or self.setting.compiles else sums
+        forward = own + casts + shares
+        # the gradient and its product with the result, before there are gradients of queries, keys and values
+        return BothWays(forward, wide + casts - own - 2 * self.num_bytes[k])
 
     def moved_by_sinks(self, q: int) -> BothWays:
         """Return the bytes that its kernels move."""

@@ -67,6 +67,9 @@ def check(layer, **tolerances):
     spec, setting, mode, follows_trained = layer
     real = counted(spec, setting, mode=mode, follows_trained=follows_trained)
     passes = Passes(Layer(spec, spec.layers[0], setting), follows_trained=follows_trained)
+    if spec.attention_sinks and mode == "selective":
+        # the kernel's result is kept, and what the sinks leave of it is there until it is projected: docs/memory.md
+        tolerances["peaks"] = max(0.05, tolerances.get("peaks", 0.0))
     assert_equal(passes, mode, real, **tolerances)
 
 
