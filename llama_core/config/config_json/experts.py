@@ -5,18 +5,26 @@ from typing import Annotated
 from pydantic import Field
 
 from llama_core.config.models import ModelSpec
+from llama_core.config.strategy import MoE
 
 LossWeight = Annotated[float, Field(ge=0)]
 """``router_aux_loss_coef``."""
 
 
-def balance_loss_coefficient(router_aux_loss_coef: float, *, experts_per_token: int, num_layers: int) -> float:
-    """Return the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
+def balanced(moe: MoE, router_aux_loss_coef: float, num_layers: int) -> MoE:
+    """Return some experts with the weight of our balance loss that stands for a file's ``router_aux_loss_coef``.
 
     transformers has one loss over the tokens of all layers together, which is K for even experts.
     Ours is a sum over layers, each 1 for even experts.
+
+    Args:
+        moe: the experts.
+        router_aux_loss_coef: the file's.
+        num_layers: layers of the model, with experts or not.
     """
-    return router_aux_loss_coef * experts_per_token / num_layers
+    num_sparse_layers = sum(map(moe.is_sparse, range(num_layers)))
+    coefficient = router_aux_loss_coef * moe.experts_per_token / num_sparse_layers
+    return moe.model_copy(update={"balance_loss_coefficient": coefficient})
 
 
 def router_aux_loss_coef(spec: ModelSpec) -> float:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from llama_core.config.config_json.experts import LossWeight, balance_loss_coefficient, router_aux_loss_coef
+from llama_core.config.config_json.experts import LossWeight, balanced, router_aux_loss_coef
 from llama_core.config.config_json.llama import Context, LlamaJson
 from llama_core.config.config_json.rope import Positive, Size
 from llama_core.config.model_types import LLAMA4_TEXT
@@ -78,22 +78,16 @@ class Llama4TextJson(LlamaJson):
     @property
     def moe(self) -> MoE:
         """The experts."""
-        layers = self._moe_layers
         moe = MoE(
             num_experts=self.num_local_experts,
             experts_per_token=self.num_experts_per_tok,
-            moe_layers=layers,
+            moe_layers=self._moe_layers,
             gates="sigmoid",
             gate_inputs=True,
             expert_size=0 if self.intermediate_size == self.intermediate_size_mlp else self.intermediate_size,
             shared_size=self.intermediate_size,
         )
-        coefficient = balance_loss_coefficient(
-            self.router_aux_loss_coef,
-            experts_per_token=self.num_experts_per_tok,
-            num_layers=sum(map(moe.is_sparse, range(self.num_hidden_layers))),
-        )
-        return moe.model_copy(update={"balance_loss_coefficient": coefficient})
+        return balanced(moe, self.router_aux_loss_coef, self.num_hidden_layers)
 
     @property
     def width_of_feed_forward(self) -> int:

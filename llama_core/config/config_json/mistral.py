@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from llama_core.config.config_json.experts import LossWeight, balance_loss_coefficient, router_aux_loss_coef
+from llama_core.config.config_json.experts import LossWeight, balanced, router_aux_loss_coef
 from llama_core.config.config_json.llama import Context, LlamaJson
 from llama_core.config.config_json.rope import Positive, Size
 from llama_core.config.model_types import MISTRAL, MIXTRAL
@@ -56,15 +56,11 @@ class MixtralJson(LlamaJson):
     @property
     def moe(self) -> MoE:
         """The experts."""
-        return MoE(
+        moe = MoE(
             num_experts=self.num_local_experts,
             experts_per_token=self.num_experts_per_tok,
-            balance_loss_coefficient=balance_loss_coefficient(
-                self.router_aux_loss_coef,
-                experts_per_token=self.num_experts_per_tok,
-                num_layers=self.num_hidden_layers,
-            ),
         )
+        return balanced(moe, self.router_aux_loss_coef, self.num_hidden_layers)
 
     @property
     def traits(self) -> dict[str, Any]:

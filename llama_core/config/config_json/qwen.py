@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from llama_core.config.config_json.experts import LossWeight, balance_loss_coefficient, router_aux_loss_coef
+from llama_core.config.config_json.experts import LossWeight, balanced, router_aux_loss_coef
 from llama_core.config.config_json.layer_types import LayerTypesJson, layer_types_of
 from llama_core.config.config_json.llama import Context
 from llama_core.config.config_json.rope import Size
@@ -112,17 +112,13 @@ class Qwen3MoeJson(_QwenJson):
     @property
     def moe(self) -> MoE:
         """The experts."""
-        return MoE(
+        moe = MoE(
             num_experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
             # the chosen gates are divided by their sum, which equals a softmax over them alone
             gates="softmax_chosen" if self.norm_topk_prob else "softmax_all",
-            balance_loss_coefficient=balance_loss_coefficient(
-                self.router_aux_loss_coef,
-                experts_per_token=self.num_experts_per_tok,
-                num_layers=self.num_hidden_layers,
-            ),
         )
+        return balanced(moe, self.router_aux_loss_coef, self.num_hidden_layers)
 
     @property
     def width_of_feed_forward(self) -> int:
