@@ -193,6 +193,26 @@ def _seen(window: int) -> tuple[int, int]:
     return window - 1, 0  # -1 is all
 
 
+def joined(x_BNSH: Tensor) -> Tensor:
+    """Return queries, keys or values of all rows as the kernel for documents takes them, [T, N, H]."""
+    return x_BNSH.transpose(1, 2).flatten(0, 1)
+
+
+def divided(x_TNH: Tensor, num_rows: int) -> Tensor:
+    """Return the inverse, [B, N, S, H]."""
+    return x_TNH.view(num_rows, -1, *x_TNH.shape[1:]).transpose(1, 2)
+
+
+def joined_lse(lse_BNS: Tensor) -> Tensor:
+    """Return a log-sum-exp as the kernel for documents has it, [N, T], dense."""
+    return lse_BNS.transpose(0, 1).flatten(1).contiguous()
+
+
+def divided_lse(lse_NT: Tensor, num_rows: int) -> Tensor:
+    """Return the inverse, [B, N, S]."""
+    return lse_NT.view(len(lse_NT), num_rows, -1).transpose(0, 1)
+
+
 VARLEN = BlockKernel(_varlen_forward, _varlen_backward)
 """The kernel for documents, on CUDA and in 16 bits, for tensors with tokens first and without rows.
 

@@ -26,7 +26,7 @@ from llama_core.config.model_spec import ModelSpec
 from llama_core.config.rope import LinearScaling, QueryTemperature, RopePairs, RotaryEmbedding, YarnScaling
 from llama_core.models.activations import gated
 from llama_core.models.batch import Documents
-from llama_core.models.block_attention import GROUPED_HEADS
+from llama_core.models.block_attention import GROUPED_HEADS, divided, joined
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
 from llama_core.models.cpu_attention import cpu_attention, is_faster
 from llama_core.models.sinks import attend_with_sinks, kept_by_keys
@@ -88,7 +88,7 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
         self.multiply = _multiply
-        self.own_bias: Callable[[Tensor], Tensor] = _unchanged
+        self.own_bias: Callable[[Tensor], Tensor] = unchanged
         """Returns the bias as it is added to what this rank has; a gradient comes back from there."""
         self.register_buffer("scales", None, persistent=False)
 
@@ -116,8 +116,9 @@ class Linear(nn.Linear):
         return None
 
 
-def _unchanged(bias: Tensor) -> Tensor:
-    return bias
+def unchanged(x: Tensor) -> Tensor:
+    """Return a tensor as it is, where no other rank has to do with it."""
+    return x
 
 
 def _multiply(x: Tensor, weight: Tensor, cast_weight: Tensor | None) -> Tensor:
@@ -488,14 +489,13 @@ def _causal_mask(scores_BNSS: Tensor) -> Tensor:
 
 
 def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: Documents) -> Tensor:
-    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNSH, k_BKSH, v_BKSH))
+    q_TNH, k_TKH, v_TKH = map(joined, (q_BNSH, k_BKSH, v_BKSH))
     starts, row_length, window = documents
     seen = (window - 1, 0)  # tokens before and after a query; -1 is all
     out_TNH: Any = varlen_attn(
         q_TNH, k_TKH, v_TKH, starts, starts, row_length, row_length, window_size=seen, **GROUPED_HEADS
     )
-    out_BSNH: Tensor = out_TNH.unflatten(0, (q_BNSH.shape[0], -1))
-    return out_BSNH.transpose(1, 2)
+    return divided(out_TNH, len(q_BNSH))
 
 
 class Attention(nn.Module):

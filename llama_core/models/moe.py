@@ -28,7 +28,7 @@ from llama_core.config.strategy import Gates, MoE
 from llama_core.models.activations import gated
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import add_to_groups, grouped_product
-from llama_core.models.layers import KEPT, FeedForward, Linear, local_part
+from llama_core.models.layers import KEPT, FeedForward, Linear, local_part, unchanged
 from llama_core.records.measurements import OF_LAYER
 
 NUM_SUMS = 3
@@ -129,7 +129,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = SharedExpert(spec) if moe.shared_size else None
         self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = _run_here
         """Sends tokens, sorted by expert, [R, D], through the experts, given the number of each expert's tokens."""
-        self.count_rows: Callable[[Tensor], Tensor] = _unchanged
+        self.count_rows: Callable[[Tensor], Tensor] = unchanged
         """Returns the tokens of each row and expert, [B, E], over whole sequences, from those of the part held here."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
@@ -224,10 +224,6 @@ def _count(chosen_BSK: Tensor, num_experts: int) -> Tensor:
 def _run_here(experts: Experts, tokens_RD: Tensor, tokens_per_expert: Tensor) -> Tensor:
     results_RD: Tensor = experts(tokens_RD, tokens_per_expert)
     return results_RD
-
-
-def _unchanged(tokens_BE: Tensor) -> Tensor:
-    return tokens_BE
 
 
 class _Spread(torch.autograd.Function):
@@ -326,12 +322,9 @@ class Routers:
         self._num_layers = spec.num_layers
         self._sparse = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
         self.num_sums = spec.num_layers * (moe.num_experts + NUM_SUMS)
-
-    @property
-    def names(self) -> list[str]:
-        """What it records: of all layers together, and of each that has experts."""
         by_layer = [f"{name}{OF_LAYER}{layer}" for name in ("expert_load", "router_entropy") for layer in self._sparse]
-        return ["balance_loss", "router_z_loss", "router_entropy", "expert_load", "unused_experts", *by_layer]
+        self.names = ["balance_loss", "router_z_loss", "router_entropy", "expert_load", "unused_experts", *by_layer]
+        """What it records: of all layers together, and of each that has experts."""
 
     def take_measured(self) -> Tensor | None:
         """Return the statistics of each layer, [num_sums]; of layers that are dense or on other ranks, zeros."""

@@ -20,7 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from llama_core.models import block_attention
 from llama_core.models.batch import Documents
-from llama_core.models.block_attention import BIAS_ALIGNMENT, BlockKernel, BlockMask, kernel_for
+from llama_core.models.block_attention import (
+    BIAS_ALIGNMENT,
+    BlockKernel,
+    BlockMask,
+    divided,
+    divided_lse,
+    joined,
+    joined_lse,
+    kernel_for,
+)
 from llama_core.models.cpu_attention import cpu_attention, is_faster
 
 
@@ -100,9 +109,8 @@ class _AttentionWithSinks(torch.autograd.Function):
 def _forward(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | Documents | None) -> tuple[Tensor, Tensor]:
     """Return attention without sinks, and its log-sum-exp, [B, N, S]."""
     if isinstance(mask, Documents):
-        qkv_TNH = map(_tokens_first, (q_BNSH, k_BKSH, v_BKSH))
-        out_TNH, lse_NT = block_attention.VARLEN.forward(*qkv_TNH, *_bounds(mask))
-        return _in_rows(out_TNH, len(q_BNSH)), lse_NT.view(len(lse_NT), len(q_BNSH), -1).transpose(0, 1)
+        out_TNH, lse_NT = block_attention.VARLEN.forward(*map(joined, (q_BNSH, k_BKSH, v_BKSH)), *_bounds(mask))
+        return divided(out_TNH, len(q_BNSH)), divided_lse(lse_NT, len(q_BNSH))
     kernel, block = _kernel(q_BNSH, mask)
     return kernel.forward(q_BNSH, k_BKSH, v_BKSH, block)
 
@@ -125,9 +133,8 @@ def _backward(  # noqa: PLR0917 - as they are saved
     """Return the gradients of queries, keys and values, by the output and the log-sum-exp that know the sinks."""
     whole = (grad_BNSH, q_BNSH, k_BKSH, v_BKSH, out_BNSH)
     if isinstance(mask, Documents):
-        total_NT = total_BNS.transpose(0, 1).flatten(1).contiguous()
-        grads = block_attention.VARLEN.backward(*map(_tokens_first, whole), total_NT, *_bounds(mask))
-        return tuple(_in_rows(grad, len(q_BNSH)) for grad in grads)
+        grads = block_attention.VARLEN.backward(*map(joined, whole), joined_lse(total_BNS), *_bounds(mask))
+        return tuple(divided(grad, len(q_BNSH)) for grad in grads)
     kernel, block = _kernel(q_BNSH, mask)
     return kernel.backward(*whole, total_BNS.contiguous(), block)
 
@@ -155,11 +162,3 @@ def _aligned(mask_B1SS: Tensor) -> Tensor:
     if not mask_B1SS.is_cuda or not spare:
         return mask_B1SS
     return F.pad(mask_B1SS, (0, spare))[..., : mask_B1SS.shape[-1]]
-
-
-def _tokens_first(x_BNSH: Tensor) -> Tensor:
-    return x_BNSH.transpose(1, 2).flatten(0, 1)
-
-
-def _in_rows(x_TNH: Tensor, num_rows: int) -> Tensor:
-    return x_TNH.view(num_rows, -1, *x_TNH.shape[1:]).transpose(1, 2)

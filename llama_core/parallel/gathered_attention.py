@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from llama_core.models.batch import Documents
-from llama_core.models.block_attention import VARLEN, BlockKernel
+from llama_core.models.block_attention import VARLEN, BlockKernel, divided, divided_lse, joined, joined_lse
 from llama_core.models.cpu_attention import empty_tokens_first
 from llama_core.parallel.document_chunks import DocumentChunks
 
@@ -113,13 +113,12 @@ def _forward_alone(
     q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents: HeldDocuments, *, group_name: str
 ) -> tuple[Tensor, Tensor]:
     out_BNSH, lse_NT = GATHERED_ATTENTION(q_BNSH, k_BKSH, v_BKSH, *documents, group_name)
-    return out_BNSH, lse_NT.view(len(lse_NT), len(q_BNSH), -1).transpose(0, 1)
+    return out_BNSH, divided_lse(lse_NT, len(q_BNSH))
 
 
 def _backward_alone(*tensors_and_documents: Any, group_name: str) -> tuple[Tensor, ...]:
     *tensors, lse_BNS, documents = tensors_and_documents
-    lse_NT = lse_BNS.transpose(0, 1).flatten(1).contiguous()
-    grads: tuple[Tensor, ...] = GATHERED_ATTENTION_BACKWARD(*tensors, lse_NT, *documents, group_name)
+    grads: tuple[Tensor, ...] = GATHERED_ATTENTION_BACKWARD(*tensors, joined_lse(lse_BNS), *documents, group_name)
     return grads
 
 
@@ -221,11 +220,11 @@ def _summed(all_B2CKH: Tensor, dtype: torch.dtype, group: ProcessGroup) -> Tenso
 
 def _joined(x_BNSH: Tensor) -> Tensor:
     """Return [T, N, H], dense."""
-    return x_BNSH.transpose(1, 2).flatten(0, 1).contiguous()
+    return joined(x_BNSH).contiguous()
 
 
 def _divided(x_TNH: Tensor, batch: int) -> Tensor:
-    return x_TNH.contiguous().view(batch, -1, *x_TNH.shape[1:]).transpose(1, 2)
+    return divided(x_TNH.contiguous(), batch)
 
 
 _operator = torch.library.custom_op("llama_core::gathered_attention", forward, mutates_args=())

@@ -83,7 +83,8 @@ class Layer(ModelProgram):
         if self.spec.o_bias:
             is_trained = "o_proj.bias" in self.traits.trained
             is_partial = self.setting.sharded_sequence  # a rank adds it to its part of the sequence
-            product, bias = out, self.vector(self.spec.hidden_size, is_trained=is_trained, is_partial=is_partial)
+            product = out
+            bias = self.vector(self.spec.hidden_size, is_trained=is_trained, is_partial=is_partial)
             out = self.add_bias(product, bias)
             self.end(attended, product)
         self.end(x, whole, q, k, v, placed_q, placed_k, attended)
