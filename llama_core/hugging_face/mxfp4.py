@@ -8,7 +8,6 @@ Source: Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification"
 those of transformers' ``integrations/mxfp4.py``.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -34,17 +33,11 @@ class Mxfp4Tensor(QuantisedTensor):
     @property
     def matrices(self) -> tuple["Mxfp4Tensor", ...]:
         """The matrix of each expert."""
+        codes, scales = (stored.pieces(stored.shape[0], stored.shape[1:]) for stored in (self.codes, self.scales))
         return tuple(
-            replace(self, shape=self.shape[1:], codes=codes, scales=scales)
-            for codes, scales in zip(_rows(self.codes), _rows(self.scales), strict=True)
+            replace(self, shape=self.shape[1:], codes=own_codes, scales=own_scales)
+            for own_codes, own_scales in zip(codes, scales, strict=True)
         )
-
-
-def _rows(stored: StoredTensor) -> list[StoredTensor]:
-    """Return the parts of a tensor of bytes along its first dim."""
-    num, *shape = stored.shape
-    size = math.prod(shape)
-    return [replace(stored, shape=tuple(shape), start=stored.start + place * size) for place in range(num)]
 
 
 def join_mxfp4(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

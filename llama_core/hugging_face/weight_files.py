@@ -48,6 +48,11 @@ class StoredTensor:
     start: int
     """Offset of its first byte in the file."""
 
+    def pieces(self, number: int, shape: tuple[int, ...]) -> list["StoredTensor"]:
+        """Return so many tensors of a shape that it consists of, one after another."""
+        size = math.prod(shape) * ELEMENT_BYTES[self.dtype]
+        return [replace(self, shape=shape, start=self.start + place * size) for place in range(number)]
+
 
 @dataclass(frozen=True)
 class QuantisedTensor(StoredTensor):
@@ -147,10 +152,9 @@ def per_expert(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str
             num_experts, rows, columns = tensor.shape
             matrices = [(expert, matrix) for expert in range(num_experts) for matrix in _STACKED[part]]
             shape = (rows // len(_STACKED[part]), columns)
-            for place, (expert, matrix) in enumerate(matrices):
-                start = tensor.start + place * math.prod(shape) * FLOAT_BYTES[tensor.dtype]
+            for piece, (expert, matrix) in zip(tensor.pieces(len(matrices), shape), matrices, strict=True):
                 template = name_in_layer(f"feed_forward.experts.{matrix}.weight", spec.model_type)
-                cut[f"{layer}.{template.format(expert)}"] = replace(tensor, shape=shape, start=start)
+                cut[f"{layer}.{template.format(expert)}"] = piece
         else:
             cut[name] = tensor
     return cut

@@ -5,28 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from greedy_texts import NUM_TOKENS, PROMPT, generated, greedy_without_cache
-from hugging_face_models import BY_LAYER, model_with_large_weights
+from hugging_face_models import model_with_large_weights
+from test_soft_cap import LENGTH, SEEN, WHOLE, check_losses_of_packed_rows, check_texts_with_a_cache
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from llama_core.config.models import ModelSpec
-from llama_core.evaluation.inference.batched_generation import generate_rows
-from llama_core.evaluation.inference.row_losses import losses_of_rows
-from llama_core.models.batch import Batch
 from llama_core.models.layers import Attention, document_mask, softmax_with_sinks, use_kernels
 from llama_core.models.llama import Llama
 
-LENGTH = 9
 HEADS = 4
 SPEC = ModelSpec("small", "llama", 24, 1, HEADS, 2, 8, 40, 32, 1e4, 1e-5, 64, 64, attention_sinks=True)
-POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7]])
-WHOLE = torch.arange(LENGTH).expand(2, -1)
-SEEN = {
-    "causal": (WHOLE, 0),
-    "documents": (POSITIONS, 0),
-    "window": (WHOLE, 3),
-    "window in documents": (POSITIONS, 3),
-}
 SINKS = torch.tensor([-1.0, 0.0, 2.0, 30.0], dtype=torch.float64)
 """Logits of sinks: from a small share of attention to all of it."""
 
@@ -78,24 +66,11 @@ def test_a_sink_without_share_leaves_attention_as_it_is(soft_cap):
 
 def test_losses_of_packed_rows_are_those_of_their_documents_alone():
     model = model_with_large_weights(replace(SPEC, sliding_window=3)).double()
-    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % SPEC.vocab_size
-    targets = tokens.roll(-1, 1)
-    whole = sum(loss for loss, _ in losses_of_rows(model, [Batch(tokens, targets, POSITIONS)]))
-    pieces = [(0, 0, 4), (0, 4, 9), (1, 0, 1), (1, 1, 9)]
-    alone = [
-        Batch(tokens[row : row + 1, start:end], targets[row : row + 1, start:end], None) for row, start, end in pieces
-    ]
-    assert whole == pytest.approx(sum(loss for loss, _ in losses_of_rows(model, alone)), rel=1e-6)
+    check_losses_of_packed_rows(model, 1e-6)
 
 
 def test_texts_with_a_cache_are_those_without():
-    spec = replace(BY_LAYER, attention_sinks=True)
-    expected = greedy_without_cache(model_with_large_weights(spec))
-    assert expected != greedy_without_cache(model_with_large_weights(BY_LAYER))
-    assert generated(model_with_large_weights(spec)) == expected
-    prompts = [PROMPT[0].tolist(), PROMPT[0, :9].tolist()]
-    model = model_with_large_weights(spec)
-    assert generate_rows(model, prompts, num_tokens=NUM_TOKENS, is_end=lambda *_: False)[0] == expected
+    check_texts_with_a_cache(attention_sinks=True)
 
 
 def test_every_block_has_a_sink_for_each_head():

@@ -97,8 +97,8 @@ def test_a_wide_cap_leaves_attention_as_it_is():
     torch.testing.assert_close(*outs, rtol=0, atol=1e-9)
 
 
-def test_losses_of_packed_rows_are_those_of_their_documents_alone():
-    model, _ = drawn(3)
+def check_losses_of_packed_rows(model, tolerance):
+    """Compare them with those of each document alone."""
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % SPEC.vocab_size
     targets = tokens.roll(-1, 1)
     whole = sum(loss for loss, _ in losses_of_rows(model, [Batch(tokens, targets, POSITIONS)]))
@@ -106,17 +106,26 @@ def test_losses_of_packed_rows_are_those_of_their_documents_alone():
     alone = [
         Batch(tokens[row : row + 1, start:end], targets[row : row + 1, start:end], None) for row, start, end in pieces
     ]
-    assert whole == pytest.approx(sum(loss for loss, _ in losses_of_rows(model, alone)), rel=1e-12)
+    assert whole == pytest.approx(sum(loss for loss, _ in losses_of_rows(model, alone)), rel=tolerance)
 
 
-def test_texts_with_a_cache_are_those_without():
-    spec = replace(BY_LAYER, attention_soft_cap=2.0)
+def check_texts_with_a_cache(**trait):
+    """Compare them with those without one, of a model with a trait that changes them."""
+    spec = replace(BY_LAYER, **trait)
     expected = greedy_without_cache(model_with_large_weights(spec))
     assert expected != greedy_without_cache(model_with_large_weights(BY_LAYER))
     assert generated(model_with_large_weights(spec)) == expected
     prompts = [PROMPT[0].tolist(), PROMPT[0, :9].tolist()]
     model = model_with_large_weights(spec)
     assert generate_rows(model, prompts, num_tokens=NUM_TOKENS, is_end=lambda *_: False)[0] == expected
+
+
+def test_losses_of_packed_rows_are_those_of_their_documents_alone():
+    check_losses_of_packed_rows(drawn(3)[0], 1e-12)
+
+
+def test_texts_with_a_cache_are_those_without():
+    check_texts_with_a_cache(attention_soft_cap=2.0)
 
 
 def test_sequences_are_not_divided():
