@@ -1,7 +1,7 @@
 """Folders of weights as Hugging Face and PEFT write them: their names, files and checks. No torch.
 
 * ``weight_names``: Hugging Face's names and shapes for our weights
-* ``weight_files``, ``nf4``, ``mxfp4``: the headers of safetensors files, and matrices in four bits
+* ``weight_files``: the headers of safetensors files; ``nf4``, ``mxfp4``, ``block_fp8``: matrices in few bits
 * ``peft``: folders of adapters
 * ``generation_config``: the tokens that end a text
 * ``pretrained``: where a run's initial weights are, a checkpoint of another run included, and whether they fit

@@ -12,6 +12,7 @@ from llama_core.config.rope import RopeScaling
 from llama_core.config.run import RunConfig
 from llama_core.errors import CheckpointError, WeightsError
 from llama_core.hub import folder_of
+from llama_core.hugging_face.block_fp8 import join_block_fp8
 from llama_core.hugging_face.mxfp4 import Mxfp4Tensor, join_mxfp4
 from llama_core.hugging_face.nf4 import Nf4Tensor, join_nf4
 from llama_core.hugging_face.peft import (
@@ -321,7 +322,7 @@ def hugging_face_weights(
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
     source_spec = _model_of(folder)
     spec = _as_dense_as(source_spec, spec)
-    tensors = join_mxfp4(join_nf4(read_tensors(folder, tell)))
+    tensors = join_block_fp8(join_mxfp4(join_nf4(read_tensors(folder, tell))))
     if spec.moe:
         tensors = per_expert(tensors, spec)
     if spec.tied_embeddings and HEAD in tensors:

@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes that we read, by the format's names."""
-ELEMENT_BYTES = FLOAT_BYTES | {"U8": 1}
+ELEMENT_BYTES = FLOAT_BYTES | {"U8": 1, "F8_E4M3": 1}
 """The same, and that of the parts of quantised matrices."""
 _STACKED = {"experts.gate_up_proj": ("w1", "w3"), "experts.down_proj": ("w2",)}
 """Tensors that hold the matrices of all experts, with the names of the matrices that they hold for each expert."""

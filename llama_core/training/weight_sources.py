@@ -23,13 +23,14 @@ from llama_core.config.model_weights import adapter_weight, matrix_name
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import EMBEDDING, LoRA
 from llama_core.errors import CheckpointError, WeightsError
+from llama_core.hugging_face.block_fp8 import BlockFp8Tensor
 from llama_core.hugging_face.mxfp4 import Mxfp4Tensor
 from llama_core.hugging_face.nf4 import Nf4Tensor
 from llama_core.hugging_face.peft import adapter_weights
 from llama_core.hugging_face.pretrained import Origin, hugging_face_weights, is_checkpoint
 from llama_core.hugging_face.weight_files import StoredTensor
 from llama_core.hugging_face.weight_names import dense_name, hugging_face_names, is_per_expert, other_layouts
-from llama_core.models import mxfp4, nf4, pissa
+from llama_core.models import block_fp8, mxfp4, nf4, pissa
 from llama_core.models.adapters import method_of
 from llama_core.models.llama import initialize_parameter
 from llama_core.parallel.deepspeed import saved_weights
@@ -43,6 +44,7 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
 }
 """Torch's dtypes by the names of safetensors' format."""
@@ -305,6 +307,8 @@ class _Folder:
             return nf4.stored_numbers(stored, self._view)
         if isinstance(stored, Mxfp4Tensor):
             return mxfp4.stored_numbers(stored, self._view)
+        if isinstance(stored, BlockFp8Tensor):
+            return block_fp8.stored_numbers(stored, self._view)
         if stored.file not in self._mapped:
             self._mapped[stored.file] = _map(stored.file)
         dtype = DTYPES[stored.dtype]

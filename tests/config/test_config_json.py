@@ -254,11 +254,15 @@ def test_a_chat_template_marks_an_instruct_model(folder, files, instruct):
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-            ['quantization_config: weights in "int8" cannot be read, only those in bitsandbytes\' nf4, and experts'],
+            ['quantization_config: weights in "int8" cannot be read, only those in bitsandbytes\' nf4, in fp8 of'],
         ),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
             ['quantization_config: weights in "fp4" cannot be read'],
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+            ['quantization_config: weights in "fp8 of e4m3 in blocks of null" cannot be read'],
         ),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5: Llama rotates the whole of every head"]),
         ({"model_type": None}, ["model_type is missing"]),

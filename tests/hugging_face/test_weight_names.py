@@ -265,7 +265,8 @@ def test_packed_documents_and_their_gradients_match_transformers_on_each_alone(n
         F.cross_entropy(each[0], tokens[0].roll(-1)).backward()
     for weight, parameter in ours.named_parameters():
         gradient = gradient_of(theirs, weight, spec)
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+        # sums of fp32 are rounded otherwise on other CPUs, which has shown as 1.01e-5
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=5e-5 * float(gradient.abs().max()))
 
 
 @pytest.mark.parametrize("name", model_names())

@@ -1,11 +1,11 @@
 """What the ``config.json`` of a Llama may say, the base class of the other types."""
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from llama_core.config.config_json.quantised import Quantisation
 from llama_core.config.config_json.rope import STRICT, AnyRope, One, Positive, Rope, RopeInFile, Size
 from llama_core.config.model_types import LLAMA, ModelType
 from llama_core.config.models import ModelSpec
@@ -14,20 +14,6 @@ from llama_core.errors import ConfigError
 
 Context = Annotated[int, Field(ge=2)]
 """``max_position_embeddings``, in tokens."""
-
-
-def _only_read(given: dict[str, Any]) -> dict[str, Any]:
-    """Refuse quantised weights of another kind than those that ``hugging_face.nf4`` and ``mxfp4`` read."""
-    kind = given.get("quant_method", "an unnamed format")
-    if kind == "bitsandbytes":
-        # without bnb_4bit_quant_type, transformers takes fp4
-        kind = "int8" if given.get("load_in_8bit") else given.get("bnb_4bit_quant_type", "fp4")
-    if kind not in {"nf4", "mxfp4"}:
-        raise ConfigError(
-            f"quantization_config: weights in {json.dumps(kind)} cannot be read, only those in bitsandbytes' nf4, and "
-            "experts in mxfp4; give the folder of the unquantised model"
-        )
-    return given
 
 
 class LlamaJson(BaseModel):
@@ -72,7 +58,7 @@ class LlamaJson(BaseModel):
     """Llama attends to all earlier tokens"""
     partial_rotary_factor: One = 1.0
     """Llama rotates the whole of every head"""
-    quantization_config: Annotated[dict[str, Any], AfterValidator(_only_read)] | None = None
+    quantization_config: Quantisation | None = None
     """is not a mapping of keys to values"""
 
     @classmethod
