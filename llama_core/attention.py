@@ -18,7 +18,7 @@ From what a layer needs to the kernel that serves it::
       kernel_told: the row of each layer, given what is told, parallel.attention and cp
                   |
                   +---> planning.program, planning.time: bytes, FLOPs, transfers
-                  +---> models.layers.use_kernels: what a block computes with
+                  +---> models.attention.use_kernels: what a block computes with
                   +---> parallel.recompute: whether its recomputation can be compiled
 
       planning.plan and parallel.context ask refusal before that; whatever generates asks check_cached:

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.parity import packed_positions
 from llama_core.models import loss as losses
+from llama_core.models.attention import attend, document_mask
 from llama_core.models.batch import Documents
 from llama_core.models.fp8 import product_of_rounded, rounded, scaled_product
-from llama_core.models.layers import attend, document_mask
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.rehearsal.byte_counter import replaced
 

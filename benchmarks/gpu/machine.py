@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.bench import Bench, Row, name_of
-from llama_core.models.layers import attend
+from llama_core.models.attention import attend
 from llama_core.parallel.ranks import joined_ranks
 from llama_core.units import GIB
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Row, name_of
 from llama_core.config.run import RunConfig
+from llama_core.models.attention import attend, document_mask
 from llama_core.models.batch import Documents
 from llama_core.models.block_attention import VARLEN, block_backward
 from llama_core.models.grouped import grouped_product
-from llama_core.models.layers import attend, document_mask
 from llama_core.models.loss import linear_cross_entropy
 from llama_core.parallel import document_chunks
 from llama_core.parallel.context import ring_masks, sequence_index, shard_sequence

@@ -16,11 +16,13 @@ from llama_core.config.measured_rates import Sizes
 from llama_core.config.settings import TrainingConfig
 from llama_core.models import fp8, moe, nf4
 from llama_core.models.activations import OF_BOTH, OF_GATE
+from llama_core.models.attention import attend, document_mask
 from llama_core.models.batch import Documents
 from llama_core.models.cast_weights import cast_grouped, cast_linear
 from llama_core.models.grouped import grouped_outer_product, grouped_product
-from llama_core.models.layers import Rotation, attend, document_mask, rms_norm, rotate
+from llama_core.models.layers import rms_norm
 from llama_core.models.loss import linear_cross_entropy
+from llama_core.models.rotation import Rotation, rotate
 from llama_core.training.muon import orthogonalised
 from llama_core.training.optimizer import build_optimizer
 

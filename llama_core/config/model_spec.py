@@ -98,7 +98,7 @@ class ModelSpec:
         + <--------+
         |
 
-    ``models.layers.Block`` draws the three placements of norms side by side. Before the first of
+    ``models.block.Block`` draws the three placements of norms side by side. Before the first of
     ``num_layers`` blocks is the embedding of ``vocab_size`` tokens, times a factor if
     ``scaled_embedding``, and after the last a norm and the head, which is the same matrix if
     ``tied_embeddings``.

@@ -20,13 +20,16 @@ from llama_core.config.models import ModelSpec
 from llama_core.config.parametrization import factors_of
 from llama_core.models import nf4, pissa
 from llama_core.models.adapters import method_of
+from llama_core.models.attention import document_mask
 from llama_core.models.batch import Batch, Documents
+from llama_core.models.block import Block
 from llama_core.models.head import HeadInputs, logits, whole_head
-from llama_core.models.layers import Block, Linear, RMSNorm, TokenEmbedding, document_mask, local_part, positional
+from llama_core.models.layers import Linear, RMSNorm, TokenEmbedding, local_part
 from llama_core.models.measures import Measures
 from llama_core.models.moe import Routers, feed_forward
 from llama_core.models.next_token import NextToken
 from llama_core.models.objective import Objective
+from llama_core.models.rotation import positional
 
 INIT_STD = 0.02
 INIT_CUTOFF = 3.0

@@ -11,10 +11,10 @@ from torch import Tensor
 from llama_core.attention import DocumentAttention
 from llama_core.config.models import ModelSpec
 from llama_core.config.trained_ends import trains_embedding
+from llama_core.models.attention import use_kernels
 from llama_core.models.batch import Batch
 from llama_core.models.fp8 import use_fp8
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import use_kernels
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.moe import prepare_routers
 from llama_core.models.objective import Objective

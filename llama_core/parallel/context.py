@@ -31,10 +31,11 @@ from torch.distributed._functional_collectives import all_reduce
 
 from llama_core.attention import refusal
 from llama_core.errors import PlanError
+from llama_core.models.attention import Attention, first_seen
 from llama_core.models.batch import Batch, Documents, at_places
 from llama_core.models.block_attention import BlockMask
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import Attention, Linear, TokenEmbedding, first_seen
+from llama_core.models.layers import Linear, TokenEmbedding
 from llama_core.models.llama import Llama
 from llama_core.models.moe import mixtures
 from llama_core.models.sinks import attend_with_sinks

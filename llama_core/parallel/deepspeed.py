@@ -42,9 +42,10 @@ from torch.optim import Optimizer
 from llama_core.config.models import ModelSpec
 from llama_core.errors import CheckpointError, EnvironmentMismatchError, PlanError
 from llama_core.imports import how_to_install
+from llama_core.models.attention import use_kernels
 from llama_core.models.batch import Batch
+from llama_core.models.block import Block
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import Block, use_kernels
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.objective import Objective
 from llama_core.models.saved_tensors import only_tensors

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import (
 from llama_core.config.settings import RecomputeMode
 from llama_core.errors import PlanError
 from llama_core.machine.toolchain import check_can_compile
+from llama_core.models.attention import FUSED_ATTENTION, Attention
 from llama_core.models.batch import Documents
-from llama_core.models.layers import FUSED_ATTENTION, KEPT, Attention
+from llama_core.models.layers import KEPT
 from llama_core.models.llama import Llama
 from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION

@@ -32,8 +32,9 @@ from torch.distributed.tensor.parallel import (
 
 from llama_core.config.model_weights import is_of_experts, weight_of
 from llama_core.config.models import ModelSpec
+from llama_core.models.attention import Attention
 from llama_core.models.head import HeadInputs
-from llama_core.models.layers import Attention, FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
+from llama_core.models.layers import FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
 from llama_core.models.moe import MixtureOfExperts, SharedExpert
 from llama_core.parallel.vocabulary import vocab_parallel_embedding

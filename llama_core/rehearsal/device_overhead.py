@@ -93,7 +93,7 @@ def device_overhead(
             "repeated key/value heads",
             _repeated_heads_bytes(work, pp_rank),
             "CUDA's kernels with a document mask or in fp32 need a key/value head for each query head: "
-            "models.layers.attend",
+            "models.attention.attend",
         ),
     )
     return DeviceOverhead(tuple(part for part in parts if part.num_bytes))

@@ -16,8 +16,8 @@ from llama_core.machine.flash import (
     installed_flash_attention,
     wants_flash_attention,
 )
+from llama_core.models.attention import attend
 from llama_core.models.batch import Documents
-from llama_core.models.layers import attend
 
 logger = logging.getLogger(__name__)
 

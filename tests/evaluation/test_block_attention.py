@@ -11,7 +11,7 @@ from llama_core.errors import PlanError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.evaluation.inference.generation import Cache
 from llama_core.evaluation.inference.scoring import log_likelihoods
-from llama_core.models.layers import Attention, attend, attend_with_all_scores
+from llama_core.models.attention import Attention, attend, attend_with_all_scores
 
 
 def sharper(q_BNSH, k_BKSH, v_BKSH, mask):

@@ -38,8 +38,8 @@ from llama_core.config.models import model_names, model_spec
 from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.weight_names import check_weights, hugging_face_shapes
-from llama_core.models.layers import rope_frequencies
 from llama_core.models.llama import Llama
+from llama_core.models.rotation import rope_frequencies
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

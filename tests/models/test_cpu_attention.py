@@ -8,10 +8,10 @@ import torch
 from tiers import nightly
 
 from llama_core.config.models import model_spec
-from llama_core.models import layers
+from llama_core.models import attention
+from llama_core.models.attention import attend, attend_with_all_scores, document_mask
 from llama_core.models.batch import Batch
 from llama_core.models.cpu_attention import BLOCK_QUERIES, cpu_attention, cpu_attention_backward
-from llama_core.models.layers import attend, attend_with_all_scores, document_mask
 from llama_core.models.llama import build_llama
 from llama_core.parallel.recompute import apply_recompute
 from llama_core.rehearsal.byte_counter import ByteCounter
@@ -58,8 +58,8 @@ def errors(results, exact):
 def test_its_errors_are_those_of_torchs_kernel(dtype, kind, scale, head_dim):
     """It rounds more on the way to the queries' gradients, and less on the way to those of keys and values."""
     tensors = heads(dtype, scale=scale, head_dim=head_dim)
-    exact = with_gradients(layers._attend_with_torch, [x.double() for x in tensors], MASKS[kind](torch.float64))
-    theirs = errors(with_gradients(layers._attend_with_torch, tensors, MASKS[kind](dtype)), exact)
+    exact = with_gradients(attention._attend_with_torch, [x.double() for x in tensors], MASKS[kind](torch.float64))
+    theirs = errors(with_gradients(attention._attend_with_torch, tensors, MASKS[kind](dtype)), exact)
     ours = errors(with_gradients(attend, tensors, MASKS[kind](dtype)), exact)
     assert ours[0] <= 1.05 * theirs[0]
     assert math.hypot(*ours[1:]) <= 1.25 * math.hypot(*theirs[1:])
@@ -96,7 +96,7 @@ def test_it_keeps_the_bytes_that_torchs_kernel_keeps(kind):
             attention(*(x.requires_grad_() for x in tensors[:3]), MASKS[kind](torch.bfloat16))
         return sorted(saved.values())
 
-    assert kept(attend) == kept(layers._attend_with_torch)
+    assert kept(attend) == kept(attention._attend_with_torch)
 
 
 def test_its_backward_holds_the_scores_of_one_block():
@@ -142,7 +142,7 @@ def test_generation_exact_numbers_and_the_math_kernel_stay_with_torch(monkeypatc
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr(layers, "cpu_attention", refuse)
+    monkeypatch.setattr(attention, "cpu_attention", refuse)
     with torch.no_grad():
         attend(*heads(torch.bfloat16)[:3], None)
     for dtype, kind in ((torch.float64, "documents"), (torch.float32, "causal")):

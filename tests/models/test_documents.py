@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llama_core import attention
 from llama_core.config.models import model_spec
 from llama_core.evaluation.inference.row_losses import losses_of_rows
-from llama_core.models import layers, llama
+from llama_core.models import attention as block_attention
+from llama_core.models import llama
+from llama_core.models.attention import attend, document_mask
 from llama_core.models.batch import Batch, Documents
-from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, initialize_weights
 from llama_core.parallel.recompute import apply_recompute
 from llama_core.rehearsal.byte_counter import ByteCounter
@@ -64,7 +65,7 @@ def test_attention_to_documents_matches_attention_under_the_mask(positions_BS):
     num_rows, row_length = positions_BS.shape
     q, k, v = (torch.randn(num_rows, row_length, heads, 8, dtype=torch.float64).transpose(1, 2) for heads in (4, 2, 2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "varlen_attn", attention_per_document)
+        patch.setattr(block_attention, "varlen_attn", attention_per_document)
         out = attend(q, k, v, Documents.of_positions(positions_BS))
     torch.testing.assert_close(out, attend(q, k, v, document_mask(positions_BS, torch.float64)))
 
@@ -115,7 +116,7 @@ def test_losses_outside_training_hold_no_mask_where_a_kernel_takes_documents(win
     everywhere = replace(attention.VARLEN, device="", dtypes=frozenset())
     kernels = tuple(everywhere if kernel is attention.VARLEN else kernel for kernel in attention.KERNELS)
     monkeypatch.setattr(attention, "KERNELS", kernels)
-    monkeypatch.setattr(layers, "varlen_attn", attention_per_document)
+    monkeypatch.setattr(block_attention, "varlen_attn", attention_per_document)
     monkeypatch.setattr(llama, "document_mask", None)
     losses = losses_of_rows(model, batches)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(masked))

@@ -7,8 +7,8 @@ import torch
 from document_kernel import DENSE
 
 from llama_core.models import block_attention
+from llama_core.models.attention import document_mask
 from llama_core.models.batch import Documents
-from llama_core.models.layers import document_mask
 from llama_core.models.sinks import attend_with_sinks
 
 POSITIONS = torch.cat((torch.arange(23), torch.arange(14))).expand(2, -1)

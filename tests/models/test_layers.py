@@ -15,8 +15,10 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from llama_core.config.models import model_spec
 from llama_core.config.rope import YarnScaling
 from llama_core.config.strategy import MATRICES, LoRA
-from llama_core.models.layers import Linear, RMSNorm, attend, document_mask, rope_frequencies, rotate, rotation
+from llama_core.models.attention import attend, document_mask
+from llama_core.models.layers import Linear, RMSNorm
 from llama_core.models.llama import Llama, with_adapters
+from llama_core.models.rotation import rope_frequencies, rotate, rotation
 
 aten = torch.ops.aten
 LLAMA_405B = model_spec("llama3_405b")

@@ -9,8 +9,8 @@ from architectures import VALUES
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
-from llama_core.models.layers import rotation
 from llama_core.models.llama import Llama
+from llama_core.models.rotation import rotation
 from llama_core.planning.time.matmul_flops import layer_matmul_parameters
 
 SPEC = ModelSpec("small", "llama", 24, 3, 4, 2, 8, 40, 32, 1e4, 1e-5, 64, 64)

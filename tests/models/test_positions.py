@@ -14,7 +14,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.models.batch import Batch
-from llama_core.models.layers import positional
+from llama_core.models.rotation import positional
 
 ROTATING = ModelSpec("small", "llama", 64, 3, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 64, rope_pairs="adjacent")
 SPEC = replace(ROTATING, nope_layers=(1,), query_temperature_scale=0.5, query_temperature_floor=4)

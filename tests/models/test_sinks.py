@@ -10,7 +10,7 @@ from test_soft_cap import LENGTH, SEEN, WHOLE, check_losses_of_packed_rows, chec
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from llama_core.config.models import ModelSpec
-from llama_core.models.layers import Attention, document_mask, softmax_with_sinks, use_kernels
+from llama_core.models.attention import Attention, document_mask, softmax_with_sinks, use_kernels
 from llama_core.models.llama import Llama
 
 HEADS = 4

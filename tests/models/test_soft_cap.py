@@ -12,9 +12,10 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, PlanError
 from llama_core.evaluation.inference.batched_generation import generate_rows
 from llama_core.evaluation.inference.row_losses import losses_of_rows
+from llama_core.models.attention import Attention, use_kernels
 from llama_core.models.batch import Batch
-from llama_core.models.layers import Attention, rotation, use_kernels
 from llama_core.models.llama import Llama
+from llama_core.models.rotation import rotation
 from llama_core.planning.plan import ParallelPlan
 
 CAP = 0.5

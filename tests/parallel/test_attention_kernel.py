@@ -10,8 +10,8 @@ from llama_core.chain.preview import preview
 from llama_core.config.models import model_spec
 from llama_core.config.run import RunConfig
 from llama_core.errors import PlanError
+from llama_core.models.attention import use_kernels
 from llama_core.models.batch import Batch
-from llama_core.models.layers import use_kernels
 from llama_core.models.llama import build_llama
 from llama_core.planning.plan import ParallelPlan
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.config.models import model_spec
 from llama_core.errors import PlanError
+from llama_core.models.attention import attend, document_mask
 from llama_core.models.batch import Batch
 from llama_core.models.block_attention import CUDA_BIASED, CUDA_FLASH, BlockMask, block_forward
-from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, build_llama
 from llama_core.parallel.context import (
     apply_context_parallel,

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from llama_core.config.models import model_spec
+from llama_core.models.attention import attend, document_mask
 from llama_core.models.batch import Batch, Documents
 from llama_core.models.block_attention import VARLEN
-from llama_core.models.layers import attend, document_mask
 from llama_core.models.llama import Llama, build_llama
 from llama_core.parallel import document_chunks
 from llama_core.parallel import gathered_attention as gathered

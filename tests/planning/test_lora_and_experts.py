@@ -21,9 +21,10 @@ from llama_core.config.parameter_counts import counts_in_words, num_frozen_param
 from llama_core.config.run import RunConfig
 from llama_core.config.strategy import ATTENTION_MATRICES, MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.batch import Batch
-from llama_core.models.layers import Block, rotation
+from llama_core.models.block import Block
 from llama_core.models.llama import Llama, with_adapters
 from llama_core.models.moe import feed_forward, prepare_routers
+from llama_core.models.rotation import rotation
 from llama_core.planning.memory.estimate import estimate_memory, estimate_ranks
 from llama_core.planning.memory.snapshots import StageSnapshots
 from llama_core.planning.plan import ParallelPlan

@@ -13,7 +13,7 @@ from torch.nn import attention
 from torch.nn.attention import _fa4, _registry
 
 from llama_core.config.run import RunConfig
-from llama_core.models import layers
+from llama_core.models import attention as block_attention
 from llama_core.training import flash
 
 CONFIG = RunConfig.from_mapping({"training": {"precision": "bf16"}, "launch": {"device": "cuda"}})
@@ -80,7 +80,7 @@ def hopper(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(flash, "installed_flash_attention", lambda: ("FA4",))
-    monkeypatch.setattr(layers, "varlen_attn", varlen)
+    monkeypatch.setattr(block_attention, "varlen_attn", varlen)
     _fa4._fa4_import_module.cache_clear()
     yield install
     attention.restore_flash_attention_impl(_raise_warn=False)

@@ -12,7 +12,7 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.nn import functional as F
 from torch.profiler import profile
 
-from llama_core.models.layers import attend
+from llama_core.models.attention import attend
 from llama_core.models.loss import linear_cross_entropies, linear_cross_entropy
 from llama_core.training.profile import length, summarize, union
 

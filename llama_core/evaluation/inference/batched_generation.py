@@ -17,9 +17,9 @@ from llama_core.attention import check_cached
 from llama_core.errors import WeightsError
 from llama_core.evaluation.inference.generation import Sampling, mask_with_earlier
 from llama_core.evaluation.inference.scoring import NOT_FINITE, objective_of
+from llama_core.models.attention import Attention
 from llama_core.models.batch import IGNORE_INDEX, Batch, Documents
 from llama_core.models.head import HeadInputs, logits
-from llama_core.models.layers import Attention
 from llama_core.models.llama import Llama
 
 PADDING = 0

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from llama_core.attention import check_cached
 from llama_core.errors import ConfigError, WeightsError
+from llama_core.models.attention import Attention, document_mask
 from llama_core.models.batch import Documents
 from llama_core.models.head import HeadInputs, whole_head
-from llama_core.models.layers import Attention, Linear, TokenEmbedding, document_mask
+from llama_core.models.layers import Linear, TokenEmbedding
 from llama_core.models.llama import Llama
 
 

@@ -1,4 +1,4 @@
-"""The layer of a LLaMA model as a program of sizes; read it beside ``models/layers.py`` and ``models/moe.py``.
+"""The layer of a LLaMA model as a program of sizes; read it beside ``models/block.py`` and what that imports.
 
 Adapters, experts, partial training and parallelism change a few of its operations. Python's frames hold arguments and
 local variables until they return; ``end`` says so where that makes a tensor live longer than its last use.

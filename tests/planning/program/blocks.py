@@ -7,9 +7,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from llama_core.models import cast_weights, layers, moe, nf4
-from llama_core.models.layers import document_mask, positional, use_kernels
+from llama_core.models.attention import document_mask, use_kernels
 from llama_core.models.llama import Llama, with_adapters
 from llama_core.models.moe import prepare_routers
+from llama_core.models.rotation import positional
 from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.recompute import apply_recompute
 from llama_core.parallel.zero_bubble import DeferredGradients
