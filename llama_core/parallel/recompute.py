@@ -26,7 +26,7 @@ from llama_core.models.llama import Llama
 from llama_core.parallel.gathered_attention import GATHERED_ATTENTION, HeldDocuments
 from llama_core.parallel.ring import RING_ATTENTION
 from llama_core.planning.plan import ParallelPlan
-from llama_core.planning.program.layer import KEPT_PRODUCTS
+from llama_core.planning.program.matrices import KEPT_PRODUCTS
 
 MAX_GRAPHS = 64
 """Graphs that the blocks of a run may be compiled to.

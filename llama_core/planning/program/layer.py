@@ -5,38 +5,26 @@ local variables until they return; ``end`` says so where that makes a tensor liv
 """
 
 from functools import lru_cache
-from importlib import import_module
-from typing import Literal, get_args
+from typing import get_args
 
 from llama_core.config.model_spec import LayerTraits, OfBoth
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import MoE, last_word
-from llama_core.planning.program import nf4
-from llama_core.planning.program.model import ModelProgram
+from llama_core.config.strategy import MoE
+from llama_core.planning.program.attention import AttentionProgram
+from llama_core.planning.program.matrices import COSTLY
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Operation, Size
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.program.setting import Setting
-from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic, Traffic
 
-ROTATION_ACCESSES = 11
-"""How often eager kernels read or write a number in fp32 to rotate it: casts, four products, two sums, and a copy."""
-ROTATION_KERNELS = 9
 CLAMPED_ACCESSES = (16, 44)
 """How often eager kernels read or write a number to clamp and multiply gate and up, and for their gradients."""
 CLAMPED_KERNELS = 7
-KEPT_PRODUCTS = ("wq", "wv", "wo", "w1")
-"""Matrices whose products selective recomputation keeps, along with attention's output.
-
-It recomputes those of wk and w3. No backward reads the product of w2.
-"""
-COSTLY = frozenset({"q_proj", "v_proj", "o_proj", "gate_proj"})
-"""Hugging Face's names of ``KEPT_PRODUCTS``."""
 _SHARED = "shared_experts."
 """Before the names of the matrices of a shared expert."""
 
 
-class Layer(ModelProgram):
+class Layer(AttentionProgram):
     """One layer on one rank and microbatch.
 
     Args:
@@ -46,10 +34,7 @@ class Layer(ModelProgram):
     """
 
     def __init__(self, spec: ModelSpec, traits: LayerTraits, setting: Setting) -> None:
-        super().__init__(spec, setting)
-        self.traits = traits
-        self.kernel = setting.kernel(traits.attention)
-
+        super().__init__(spec, traits, setting)
         x = self.input = self.stream()
         added = self.attention(self.norm_before(x, ATTENTION_NORM))
         x = self.add(x, self.norm_after(added, ATTENTION_POST_NORM))
@@ -67,37 +52,6 @@ class Layer(ModelProgram):
     def norm_after(self, x: int, name: str) -> int:
         """Append the norm after a part of the block, if it has one."""
         return self.norm(x, is_trained=name in self.traits.trained) if self.spec.norms_after else x
-
-    def attention(self, x: int) -> int:
-        """Append causal self-attention."""
-        whole = self.gather(x)
-        q, k, v = (self.projection(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
-        if self.spec.normalises_heads(rotates=self.traits.rotates):
-            q = self.norm_of_heads(q, self.spec.q_norm_size, is_trained="q_norm" in self.traits.trained)
-            k = self.norm_of_heads(k, self.spec.k_norm_size, is_trained="k_norm" in self.traits.trained)
-        if self.spec.query_factor != 1.0:
-            q = self.result("scale", [q], self.sizes[q])
-        placed_q, placed_k = self.placed(q, k)
-        attended = self.attend(placed_q, placed_k, v)
-        out = self.scatter(self.linear(attended, "o_proj"))
-        if self.spec.o_bias:
-            is_trained = "o_proj.bias" in self.traits.trained
-            is_partial = self.setting.sharded_sequence  # a rank adds it to its part of the sequence
-            product = out
-            bias = self.vector(self.spec.hidden_size, is_trained=is_trained, is_partial=is_partial)
-            out = self.add_bias(product, bias)
-            self.end(attended, product)
-        self.end(x, whole, q, k, v, placed_q, placed_k, attended)
-        return out
-
-    def placed(self, q: int, k: int) -> tuple[int, int]:
-        """Rotate queries and keys; in a layer without rotation, scale the queries if they have a temperature."""
-        if self.traits.rotates:
-            return self.rotate(q), self.rotate(k)
-        if not self.spec.query_temperature_scale:
-            return q, k
-        scaled = self.result("scale", [self.cast(q, FP32_BYTES)], Size(self.sizes[q].elements, FP32_BYTES))
-        return self.cast(scaled, self.itemsize), k
 
     def feed_forward(self, x: int) -> int:
         """Append a gated feed-forward: ``down(activation(gate x) * up x)``."""
@@ -201,45 +155,6 @@ class Layer(ModelProgram):
 
     # --- their modules
 
-    def linear(self, x: int, name: str) -> int:
-        """Multiply by a matrix, as it is or as its adapter changes that."""
-        if self.is_packed(name):
-            out = nf4.product(self, name, x)
-        else:
-            columns, rows = self.local_shape(name)
-            out = self.product(x, self.matrix(name, columns * rows), rows)
-        self.matrix_products.add(out)
-        if last_word(name) in COSTLY:
-            self.costly.add(out)
-        if self.spec.lora is None or name not in self.traits.adapted:
-            return out
-        adapted: int = import_module(self.spec.lora.kind.program).linear(self, name, x, out)
-        return adapted
-
-    def is_packed(self, name: str) -> bool:
-        """Return whether a matrix of the block is held in NF4."""
-        return self.spec.lora is not None and self.spec.lora.base == "nf4" and name not in self.traits.trained
-
-    def projection(self, x: int, name: str) -> int:
-        """Multiply by a matrix that may have a bias."""
-        product = self.linear(x, name)
-        if not self.spec.qkv_bias:
-            return product
-        _, rows = self.local_shape(name)
-        out = self.add_bias(product, self.vector(rows, is_trained=f"{name}.bias" in self.traits.trained))
-        self.end(x, product)
-        return out
-
-    def matrix(self, name: str, elements: int) -> int:
-        """Return a matrix of the block, on this rank."""
-        is_trained = name in self.traits.trained
-        has_copy = is_trained and self.setting.keeps_cast_weights and self.setting.is_mixed_precision
-        itemsize = self.itemsize if not is_trained or has_copy else self.weight_itemsize
-        weight = self.weight(Size(elements, itemsize), is_trained=is_trained)
-        if has_copy:
-            self.copied.add(weight)
-        return weight
-
     def expert_linear(self, x: int, name: str, moe: MoE) -> int:
         """Multiply every row by the matrix of its expert."""
         inner = self.spec.expert_size // self.setting.tp
@@ -289,195 +204,6 @@ class Layer(ModelProgram):
         return self.result(
             self.spec.activation, [gate, up], size, workspace=held, traffic=traffic, num_kernels=CLAMPED_KERNELS
         )
-
-    def rotate(self, x: int) -> int:
-        """Rotate pairs of numbers in fp32: two halves, their four products with cosines and sines, two sums."""
-        own = self.num_bytes[x]
-        wide = self.sizes[x].elements * FP32_BYTES
-        held = BothWays(2 * wide - own, 2 * wide - own)
-        if self.setting.is_mixed_precision:  # the input is cast; a gradient is dropped once it is cast
-            held = BothWays(held.forward + wide, held.backward + wide - own)
-        moved = 2 * own
-        num_kernels = 1
-        if not self.setting.compiles:
-            moved += ROTATION_ACCESSES * wide
-            num_kernels = ROTATION_KERNELS
-        traffic = BothWays(moved, moved)
-        return self.result("rotate", [x], self.sizes[x], workspace=held, traffic=traffic, num_kernels=num_kernels)
-
-    def attend(self, q: int, k: int, v: int) -> int:
-        """Append softmax attention."""
-        needs = self.traits.attention
-        if self.kernel.holds_scores and (needs.soft_cap or needs.sinks):
-            return self.attend_with_own_scores(q, k, v)
-        if self.kernel.holds_scores:
-            return self.attend_with_all_scores(q, k, v)
-        if self.kernel.moves == "exchange":
-            parts = [self.to_heads(x) for x in (q, k, v)]
-            out = self.to_tokens(self.attend_with_fused(*parts))
-            self.end(*parts)
-            return out
-        return self.attend_with_fused(q, k, v)
-
-    def to_heads(self, x: int) -> int:
-        """Exchange this rank's tokens of all heads for all tokens of some heads."""
-        arrived = self.exchange_over("cp", self.result("arrange", [x], self.sizes[x]))
-        # of one row, what arrives from the ranks is whole as it is
-        return arrived if self.setting.rows == 1 else self.result("arrange", [arrived], self.sizes[x])
-
-    def to_tokens(self, x: int) -> int:
-        """Exchange them back."""
-        sent = x if self.setting.rows == 1 else self.result("arrange", [x], self.sizes[x])
-        return self.result("arrange", [self.exchange_over("cp", sent)], self.sizes[x])
-
-    def attend_with_fused(self, q: int, k: int, v: int) -> int:
-        """Append attention by a kernel that holds no scores."""
-        if self.kernel.moves == "ring":
-            self.add_operation("ring", [k, v], sends=self.passed_around(k))
-        num_heads = self.spec.num_heads // self.setting.tp
-        sums = Size(self.tokens * num_heads, FP32_BYTES)
-        moved = 2 * self.num_bytes[q]  # the heads, to the end of a token's row
-        traffic = BothWays(moved, moved)
-        workspace = self.held_by_kernel(self.num_bytes[q], self.num_bytes[k], sums.num_bytes)
-        sinks = []
-        if self.traits.attention.sinks:
-            sinks = [self.vector(num_heads, is_trained="sinks" in self.traits.trained)]
-            traffic = BothWays(*map(sum, zip(traffic, self.moved_by_sinks(q), strict=True)))
-            # one after the other
-            workspace = BothWays(*map(max, workspace, self.held_by_sinks(q, k, sums.num_bytes)))
-        out, sum_of_exponentials = self.add_operation(
-            "attention",
-            [q, k, v, *sinks],
-            self.sizes[q],
-            sums,
-            workspace=workspace,
-            scores=4 * self.sizes[q].elements * self.setting.seq_len,
-            share_in_window=self.share_in_window(),
-            sends=self.gathered_keys(k) if self.kernel.moves == "gather" else NO_TRAFFIC,
-            traffic=traffic,
-        )
-        self.costly.update((out, sum_of_exponentials))
-        if self.kernel.moves == "ring":
-            # attention to the block of each other rank has a result of its own, over half of the queries
-            result = (self.num_bytes[q] + sums.num_bytes) // 2
-            self.costly.add(self.result("decide", [], Size((self.setting.cp - 1) * result, 1)))
-        return out
-
-    def share_in_window(self) -> float:
-        """Return the share of the causal scores that attention's kernel computes; under a mask it computes all."""
-        return self.traits.attention.share_of_causal(self.setting.seq_len) if self.kernel.skips_hidden else 1.0
-
-    def passed_around(self, keys: int) -> PassTraffic:
-        """Return the hops of keys and values around a ring; in the backward their fp32 gradients follow."""
-        hops = self.setting.cp - 1
-        elements = 2 * self.sizes[keys].elements
-        blocks = Traffic("send", "cp", 2, 1, elements * self.itemsize).times(hops)
-        gradients = Traffic("send", "cp", 2, 1, elements * FP32_BYTES).times(hops)
-        return PassTraffic((blocks,), (blocks, gradients))
-
-    def gathered_keys(self, keys: int) -> PassTraffic:
-        """Return the gathers of keys and values, which the backward repeats, and the sums of their fp32 gradients."""
-        cp = self.setting.cp
-        elements = 2 * cp * self.sizes[keys].elements
-        gather = Traffic("all_gather", "cp", cp, 2, elements * self.itemsize)
-        sums = Traffic("reduce_scatter", "cp", cp, 2, elements * FP32_BYTES)
-        return PassTraffic((gather,), (gather, sums))
-
-    def held_by_kernel(self, queries: int, keys: int, sums: int) -> BothWays:
-        """Return the bytes that attention's kernel holds beside inputs and outputs."""
-        cp = 1 if self.kernel.has_whole_rows else self.setting.cp
-        if not self.kernel.skips_hidden:
-            return BothWays(0, sums)
-        # the keys or values that a rank's queries see
-        seen = keys * (2 * cp + 1) // 2 if cp > 1 else keys
-        # the kernel's backward makes the gradients of keys and values for every query head, and then sums the heads
-        # that share them; it adds up the queries' gradients in fp32
-        repeated = seen * queries // keys if queries > keys else 0
-        backward = queries * FP32_BYTES // self.itemsize + 2 * repeated + sums + 2 * (seen - keys)
-        if cp == 1:
-            return BothWays(0, backward)
-        # what is gathered: in the forward the last keys or values, and the keys before their rotation
-        stream = self.num_bytes[self.input]
-        return BothWays((cp + 1) * keys + 2 * seen + stream, backward + 2 * seen)
-
-    def held_by_sinks(self, q: int, k: int, sums: int) -> BothWays:
-        """Return what taking the share of a sink holds beside inputs and outputs; see ``models/sinks.py``."""
-        own = self.num_bytes[q]
-        wide = self.sizes[q].elements * FP32_BYTES
-        casts = wide if self.setting.is_mixed_precision else 0
-        # the kernel's result, its product with the shares that sinks leave, and these, which are gone before a cast
-        shares = 0 if casts or self.setting.compiles else sums
-        forward = own + casts + shares
-        # the gradient and its product with the result, before there are gradients of queries, keys and values
-        return BothWays(forward, wide + casts - own - 2 * self.num_bytes[k])
-
-    def moved_by_sinks(self, q: int) -> BothWays:
-        """Return the bytes that its kernels move."""
-        own = self.num_bytes[q]
-        if self.setting.compiles:
-            return BothWays(2 * own, 2 * own)
-        casts = self.sizes[q].elements * FP32_BYTES if self.setting.is_mixed_precision else 0
-        return BothWays(2 * own + 2 * casts, 4 * own + 4 * casts)
-
-    def attend_with_all_scores(self, q: int, k: int, v: int) -> int:
-        """Append attention as torch's math kernel computes it: in fp32, with as many key heads as query heads."""
-        wide = Size(self.sizes[q].elements, FP32_BYTES)
-        scores = Size(self.tokens * self.setting.seq_len * self.spec.num_heads // self.setting.tp, FP32_BYTES)
-        q, k, v = held = [self.cast(x, FP32_BYTES) for x in (q, k, v)]
-        q = self.result("scale", [q], wide)
-        bias = self.result("decide", [], Size(self.setting.seq_len**2, FP32_BYTES))
-        if self.sizes[k].elements < self.sizes[q].elements:
-            k = self.result("repeat", [k], wide)
-            v = self.result("repeat", [v], wide)
-        k = self.result("scale", [k], wide)
-        flops = 2 * self.sizes[q].elements * self.setting.seq_len
-        masked = self.result("add", [self.result("product", [q, k], scores, scores=flops), bias], scores)
-        weights = self.result("softmax", [masked], scores)
-        out = self.cast(self.result("product", [weights, v], wide, scores=flops), self.itemsize)
-        self.end(*held, q, k, v)
-        return out
-
-    def attend_with_own_scores(self, q: int, k: int, v: int) -> int:
-        """Append attention with a soft cap or sinks: in fp32, with as many key heads as query heads."""
-        needs = self.traits.attention
-        seq_len = self.setting.seq_len
-        wide = Size(self.sizes[q].elements, FP32_BYTES)
-        scores = Size(self.tokens * seq_len * self.spec.num_heads // self.setting.tp, FP32_BYTES)
-        flops = 2 * self.sizes[q].elements * seq_len
-        if self.sizes[k].elements < self.sizes[q].elements:
-            k, v = (self.result("repeat", [self.cast(x, FP32_BYTES)], wide) for x in (k, v))
-        else:
-            k, v = (self.lay_out(x, FP32_BYTES) for x in (k, v))
-        q = self.lay_out(q, FP32_BYTES)
-        scaled = self.result("scale", [self.result("product", [q, k], scores, scores=flops)], scores)
-        if needs.soft_cap:
-            scaled = self.result("scale", [self.result("tanh", [scaled], scores)], scores)
-        hidden = [] if self.kernel.told == "mask" else [self.result("decide", [], Size(seq_len**2, FP32_BYTES))]
-        masked = self.result("add", [scaled, *hidden], scores)
-        weights = self.softmax_with_sinks(masked) if needs.sinks else self.result("softmax", [masked], scores)
-        out = self.result("product", [weights, v], wide, scores=flops)
-        laid_out = self.lay_out(out, self.itemsize)
-        self.end(q, k, v, weights, out)
-        return laid_out
-
-    def softmax_with_sinks(self, scores: int) -> int:
-        """Append a softmax that leaves a share to the sink of each head."""
-        num_heads = self.spec.num_heads // self.setting.tp
-        sinks = self.cast(self.vector(num_heads, is_trained="sinks" in self.traits.trained), FP32_BYTES)
-        # of each query: the log-sum-exp, by how much it exceeds the sink, and the share that this leaves
-        held = BothWays(3 * num_heads * self.tokens * FP32_BYTES, 0)
-        return self.result("sink_softmax", [scores, sinks], self.sizes[scores], workspace=held)
-
-    def lay_out(self, x: int, itemsize: int) -> int:
-        """Copy a tensor into another order of its dims, and into another dtype if it has not that."""
-        if self.sizes[x].itemsize != itemsize:
-            return self.cast(x, itemsize)
-        return self.result("arrange", [x], self.sizes[x])
-
-    def exchange_over(self, axis: Literal["cp", "ep"], x: int) -> int:
-        """Send tokens to other ranks, and get as many."""
-        trip = (Traffic("all_to_all", axis, getattr(self.setting, axis), 1, self.num_bytes[x]),)
-        return self.result("exchange", [x], self.sizes[x], sends=PassTraffic(trip, trip))
 
     def sort(self, keys: int, copies: int) -> tuple[int, int]:
         """Sort, and return the order and its inverse."""
