@@ -48,6 +48,7 @@ class Backward:
                     layer=layer,
                     done=self._done_above(layer),
                     largest=self.layers[layer].program.largest_trained,
+                    experts=self.stage.weights.experts[layer],
                 )
         yield from self._in_embedding()
         if self.is_sharded:
@@ -76,12 +77,12 @@ class Backward:
     def _beginning(self) -> Snapshot:
         """Return the snapshot in which the last layer is gathered. With a head, that is at work before the layers."""
         gathered = self.gathered
-        own = gathered.at_work(self.last)
         # the layer's own buffer, or the root's if that waits while the layer before is gathered
         waiting_root = gathered.root_buffer(self.at) + gathered.prefetched(self.last)
+        buffers = max(gathered.buffer(self.last), waiting_root)
         return self._snapshot(
             activations=self.kept.below[-1],
-            communication=own + max(own, waiting_root) + self.at.buffer,
+            communication=gathered.at_work(self.last) + buffers + self.at.buffer,
             temporaries=self.stage.stream,
         )
 
@@ -93,7 +94,7 @@ class Backward:
             return
         at = self.at
         gradients = self.gradients
-        prefetched = self.gathered.at_work(self.last)
+        prefetched = self.gathered.buffer(self.last)
         for instant in head.frontier("backward", "none"):
             made = gradients.itemsize * (instant.made + instant.making)
             yield self._snapshot(
@@ -249,6 +250,7 @@ class Backward:
         layer: int = 0,
         extra: int = 0,
         accumulated: bool = False,
+        experts: int = 0,
     ) -> Snapshot:
         """Return the snapshot in which ``fully_shard`` reduces the gradients of a unit.
 
@@ -259,16 +261,17 @@ class Backward:
             layer: the layers before this one have not run yet.
             extra: bytes of the next unit, minus those already dropped.
             accumulated: whether another stage has made gradients of the unit.
+            experts: parameters of the unit that are reduced apart, before the others.
         """
         at = self.at
         gradients = self.gradients
         has_earlier = accumulated or at.accumulated > 0
-        at_work = gradients.in_reduction(at, unit, largest, accumulated=has_earlier)
+        reduction = gradients.in_reduction(at, unit, largest, accumulated=has_earlier, experts=experts)
         return self._snapshot(
-            gradients=gradients.held(at, done) + at_work,
+            gradients=gradients.held(at, done) + reduction.gradients,
             activations=self.kept.below[layer],
             temporaries=self.stage.stream + self.stage.gradient_received,
-            communication=gradients.reduction_buffer(at, unit) + extra,
+            communication=reduction.buffers + extra,
             done=done,
             unit=unit,
         )

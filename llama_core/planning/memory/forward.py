@@ -42,12 +42,8 @@ class ForwardBytes:
     def _gathering(self) -> Iterator[Snapshot]:
         """Yield the snapshots in which a unit has been unpacked, with the buffer of the gather before its own."""
         gathered = self.gathered
-        buffers = [gathered.itemsize * unit for unit in gathered.in_order[:-1]]
-        if not buffers[0]:  # an embedding tied to the head is in the root, which is gathered first
-            buffers[0] = gathered.root_buffer(self.at)
-        if self.at.head_gathered or not buffers[-1]:
-            buffers.pop()
-        end = len(buffers) - 1
+        has_head = gathered.in_order[-2] and not self.at.head_gathered
+        end = len(gathered.in_order) - (2 if has_head else 3)
         # if layers stay gathered, the last one finds the most, unless the first unit is large
         candidates = {1, end}
         if gathered.drops:
@@ -58,7 +54,7 @@ class ForwardBytes:
                 place=number - 1,
                 activations=self.kept.below[number - 1],
                 temporaries=self.stage.stream,
-                buffers=buffers[number - 1] + buffers[number],
+                buffers=gathered.unpacking(self.at, number),
             )
 
     def _in_layers(self) -> Iterator[Snapshot]:

@@ -4,6 +4,9 @@
 into the weights (``split_with_sizes_copy``): for a while, both exist. All this is in the dtype of activations. A
 single rank and a rank with a copy of the whole model gather nothing, and have zeros here.
 
+Experts that fewer ranks shard are gathered after the rest of their layer, into a buffer of their own. A rank that has
+them to itself copies them into the weights when the layer begins, without a buffer.
+
 The place of a unit is that of its layer in the stage: -1 for the embedding, and the number of layers for the final norm
 with the head.
 """
@@ -38,6 +41,11 @@ class GatheredWeights:
         """Bytes per element of what is gathered."""
         self.in_order = (held.embedding, *held.layers, held.head, 0)
         """Parameters that a forward gathers one after the other, apart from the root; the last 0 follows the head."""
+        self.experts = (0, *weights.experts, 0, 0)
+        """Those of them that are gathered apart from the rest of their unit."""
+        copied = self.experts if weights.num_expert_shards == 1 else (0,) * len(self.experts)
+        self.fetched = tuple(unit - own for unit, own in zip(self.in_order, copied, strict=True))
+        """Those of them that come from other ranks, through a buffer."""
         self.root = self.itemsize * held.root
         """Bytes gathered in whichever stage of the rank runs."""
         self.staying = self.itemsize * (held.root if self.drops else held.total)
@@ -54,6 +62,29 @@ class GatheredWeights:
         if not self.drops or place == self.num_layers:  # the head stays gathered
             return 0
         return self.itemsize * self.in_order[place + 1]
+
+    def buffer(self, place: int) -> int:
+        """Return the bytes of the buffers of a unit's gather, if that is for its own forward and backward alone."""
+        return self.itemsize * self.fetched[place + 1] if self.at_work(place) else 0
+
+    def _waiting(self, number: int) -> int:
+        """Return the parameters of a unit's buffer that is kept until the next unit is unpacked: its last one."""
+        experts = self.experts[number]
+        return experts - (self.in_order[number] - self.fetched[number]) if experts else self.fetched[number]
+
+    def unpacking(self, at: Position, number: int) -> int:
+        """Return the bytes of buffers when a unit has been unpacked: its own, and the one before if that still waits.
+
+        Args:
+            at: the stage's position.
+            number: the unit's place in ``in_order``.
+        """
+        if self.experts[number]:  # its first buffer has taken the place of the unit before
+            return self.itemsize * self.fetched[number]
+        before = self.itemsize * self._waiting(number - 1)
+        if number == 1 and not self.in_order[0]:  # an embedding tied to the head is in the root, gathered first
+            before = self.root_buffer(at)
+        return before + self.itemsize * self.fetched[number]
 
     def in_forward(self, at: Position, place: int) -> int:
         """Return the bytes gathered while a forward is in a unit."""
@@ -75,13 +106,13 @@ class GatheredWeights:
         if place == EMBEDDING and self.stage.tied:
             # the root has the embedding; the first layer is gathered only once the look-up is done
             return self.root_buffer(at)
-        own = self.in_order[place + 1]
-        following = self.in_order[place + 2]
+        own = self._waiting(place + 1)
+        following = self.fetched[place + 2]
         if place == self.num_layers:
             if at.head_gathered:
                 own = 0
             # nothing follows the head; if that needs no gather, the last layer's buffer is left
-            return self.itemsize * (own or self.held.layers[-1])
+            return self.itemsize * (own or self._waiting(self.num_layers))
         if place == self.num_layers - 1 and at.head_gathered:
             following = 0
         return self.itemsize * (own + following)
@@ -93,10 +124,10 @@ class GatheredWeights:
     def prefetched(self, layer: int) -> int:
         """Return the bytes of the unit prefetched while a backward is in a layer, counted from the first."""
         if layer > 0:
-            return self.at_work(layer - 1)
+            return self.buffer(layer - 1)
         embedding = self.stage.units[0]
         if embedding.role == "embedding" and embedding.gathers_in_backward:
-            return self.at_work(EMBEDDING)
+            return self.buffer(EMBEDDING)
         return 0
 
     def in_backward(self, at: Position, done: int, *, head: bool) -> int:

@@ -5,12 +5,25 @@ A single rank and a rank with a copy of the whole model make gradients in fp32, 
 fp32, into the shards, or widens them to fp32 and keeps them whole for the next microbatch.
 """
 
+from bisect import bisect_right
+from itertools import accumulate
+from typing import NamedTuple
+
 from llama_core.planning.fully_shard import Resharding
 from llama_core.planning.memory.position import Position
 from llama_core.planning.memory.weights import StageWeights
 from llama_core.planning.program.operations import FP32_BYTES
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.work import Work
+
+
+class Reduction(NamedTuple):
+    """What a unit takes while its gradients are reduced."""
+
+    gradients: int
+    """Bytes of its gradients, reduced or not."""
+    buffers: int
+    """Bytes of the buffers that they are reduced from."""
 
 
 def _num_trained(passes: Passes | None) -> int:
@@ -29,6 +42,7 @@ class StageGradients:
         stage = weights.stage
         trained = weights.trained
         self.trained = trained
+        self.weights = weights
         self.num_shards = weights.num_shards
         self.is_sharded = weights.is_sharded
         self.has_buckets = work.plan.averages_in_buckets
@@ -53,6 +67,11 @@ class StageGradients:
         last_unit = trained.embedding or trained.root or trained.layers[0]
         self.last_buffer = FP32_BYTES * last_unit if self.shards_often else 0
         """Bytes of the buffer of a backward's last reduction, kept until the next one."""
+        layers_done = accumulate(reversed(trained.layers), initial=trained.head)
+        self._layers_done = list(layers_done)[1:]
+        """Parameters whose gradients are done after the backward of each layer, last first."""
+        self._experts_done = list(accumulate(reversed(weights.experts), initial=0))
+        """Those of them that are of experts which travel apart, before the first of these backwards and after each."""
 
     def held(self, at: Position, done: int, fresh: int = 0) -> int:
         """Return the bytes of the gradients in a backward.
@@ -68,10 +87,15 @@ class StageGradients:
         held = max(reduced, FP32_BYTES * at.accumulated)
         unreduced = 0 if self.adds(at) else self.itemsize * fresh
         if self.shards_often:
-            return int(held // self.num_shards) + unreduced
+            return self._shards(max(done, at.accumulated)) + unreduced
         if at.is_final:  # this backward reduces what earlier ones have kept whole
-            return held - reduced + int(reduced // self.num_shards) + unreduced
+            return held - reduced + self._shards(done) + unreduced
         return held + unreduced
+
+    def _shards(self, done: int) -> int:
+        """Return the bytes of the shards of ``done`` parameters' gradients, in the order in which these are reduced."""
+        experts = self._experts_done[bisect_right(self._layers_done, done)]
+        return int(FP32_BYTES * self.weights.shard(done, experts))
 
     def _held_whole(self, at: Position, num_made: int) -> int:
         """Return the bytes of gradients that no rank shards, of which this backward has made some."""
@@ -136,7 +160,7 @@ class StageGradients:
         """Return the bytes of the buffer from which a backward reduces the gradients of a unit (``chunk_cat``)."""
         return FP32_BYTES * unit if self.reduces(at) else 0
 
-    def in_reduction(self, at: Position, unit: int, largest: int, *, accumulated: bool) -> int:
+    def in_reduction(self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int) -> Reduction:
         """Return the bytes of a unit's gradients as they are reduced or, if they are reduced later, widened.
 
         Args:
@@ -144,13 +168,35 @@ class StageGradients:
             unit: parameters of the unit.
             largest: parameters of the last one, whose gradient is kept a little longer.
             accumulated: whether the unit has gradients of earlier microbatches.
+            experts: parameters of the unit that are reduced apart, before the others.
         """
+        if experts and self.shards_often:
+            return self._of_two_reductions(unit, largest, experts)
+        buffer = self.reduction_buffer(at, unit)
+        return Reduction(self._in_reduction(at, unit, largest, accumulated=accumulated, experts=experts), buffer)
+
+    def _of_two_reductions(self, unit: int, largest: int, experts: int) -> Reduction:
+        """Return the bytes of a unit whose experts are reduced first, and whose buffers are freed together."""
+        made = self.itemsize * unit
+        others = self.itemsize * (unit - experts)
+        of_experts = int(FP32_BYTES * self.weights.shard(experts, experts))
+        of_all = int(FP32_BYTES * self.weights.shard(unit, experts))
+        outliving = self.itemsize * largest if self.weights.num_expert_shards > 1 else 0
+        buffers = FP32_BYTES * experts, FP32_BYTES * unit
+        instants = (
+            Reduction(made, buffers[0]),
+            Reduction(others + of_experts + outliving, buffers[0]),
+            Reduction(others + of_experts, buffers[1]),
+            Reduction(of_all, buffers[1]),
+        )
+        return max(instants, key=sum)
+
+    def _in_reduction(self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int) -> int:
         made = self.itemsize * unit
         reduces = self.reduces(at)
         if not reduces and self.itemsize == FP32_BYTES:
             return 0 if accumulated else made
-        num_shards = self.num_shards if reduces else 1
-        result = int(FP32_BYTES * unit // num_shards)
+        result = int(FP32_BYTES * (self.weights.shard(unit, experts) if reduces else unit))
         if accumulated and not self.shards_often:
             # torch has added it to the earlier gradient, which is in ``held``
             # (accumulate_unsharded_grad_if_needed)
@@ -159,6 +205,6 @@ class StageGradients:
                 made = 0
         # when torch's loop over the gradients of a unit has ended (foreach_reduce), it still refers to
         # the last one; with one shard there is no such loop
-        outlives = self.num_shards > 1 or not reduces
+        outlives = self.weights.num_frozen_shards > 1 or not reduces
         outliving = self.itemsize * largest if outlives else 0
         return max(made, result + outliving)

@@ -77,17 +77,23 @@ class StageWeights:
         """Those that have gradients when a stage has come so far."""
         self.num_frozen_shards = plan.num_shards
         """Ranks that share a frozen parameter."""
-        self._num_again = 0
+        self.num_expert_shards = plan.num_expert_shards
+        """Those that share one of experts."""
+        travel_apart = self.is_sharded and plan.fewer_expert_shards > 1
+        self.experts = tuple(layer.program.num_of_experts if travel_apart else 0 for layer in stage.layers)
+        """Parameters of experts in each layer, if ``fully_shard`` gathers and reduces them apart from others."""
+        self._num_again = (plan.fewer_expert_shards - 1) * sum(self.experts)
         """The parameters of experts, once for each time that a rank has more of them than of others."""
         self.num_shards: int | Fraction = plan.num_shards
         """Ranks that share a trained parameter; an average if experts are sharded over fewer ranks than the rest."""
-        if self.is_sharded and plan.fewer_expert_shards > 1:
-            num_of_experts = sum(layer.program.num_of_experts for layer in stage.layers)
-            self._num_again = (plan.fewer_expert_shards - 1) * num_of_experts
         if self._num_again:
             # a parameter that fewer ranks share counts as that many more
             total = self.trained.total
             self.num_shards *= Fraction(total, total + self._num_again)
+
+    def shard(self, count: int, experts: int) -> Fraction:
+        """Return a rank's share of trained parameters, of which some are of experts that travel apart."""
+        return Fraction(count - experts, self.num_frozen_shards) + Fraction(experts, self.num_expert_shards)
 
     @property
     def num_copied(self) -> int:

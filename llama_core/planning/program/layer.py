@@ -145,7 +145,9 @@ class Layer(AttentionProgram):
         arrived = self.exchange_over("ep", tokens)
         order, place = self.sort(arrived, copies)
         results = self.experts(self.result("rearrange", [arrived, order], self.sizes[arrived]), moe)
-        return self.exchange_over("ep", self.result("rearrange", [results, place], self.sizes[results]))
+        returned = self.exchange_over("ep", self.result("rearrange", [results, place], self.sizes[results]))
+        self.end(results)
+        return returned
 
     def experts(self, x: int, moe: MoE) -> int:
         """Append a gated feed-forward with the matrices of each row's expert."""
