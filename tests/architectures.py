@@ -76,7 +76,10 @@ VALUES = {
     "moe.shared_size": (0, 1280),
     "moe.experts_per_token": (2, 1),
     "moe.moe_layers": (None, (0,)),
-    "moe.gates": ("softmax_chosen", "softmax_all", "sigmoid"),
+    "moe.gates": ("softmax_chosen", "softmax_all", "sigmoid", "sigmoid_chosen"),
+    "moe.gate_scale": (1.0, 2.5),
+    "moe.expert_groups": (1, 4),
+    "moe.groups_per_token": (1, 2),
     "moe.gate_inputs": (False, True),
     "moe.biases": (False, True),
     "moe.balance_loss_coefficient": (0.01, 0.0),
@@ -100,6 +103,7 @@ NEEDS = {
     "qk_norm_weights": {"qk_norm": True},
     "windowed_layers": {"sliding_window": 100},
     "query_temperature_scale": {"nope_layers": (0,)},
+    "moe.groups_per_token": {"moe.expert_groups": 4},
     "trainable": {"lora": LoRA(), "qkv_bias": True, "o_bias": True, "qk_norm": True, "norms": "both"},
 }
 """What a field has no effect without, or is refused without."""
@@ -163,7 +167,7 @@ def each_alone():
 
 def alone(path, value, spec=BLOCK):
     """Return a plain block but for one field, and for what that has no effect without."""
-    return with_values(replace(spec, **NEEDS.get(path, {})), {path: value})
+    return with_values(spec, NEEDS.get(path, {}) | {path: value})
 
 
 def traits(spec=ModelSpec):

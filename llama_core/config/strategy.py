@@ -20,6 +20,7 @@ from llama_core.config import nf4
 from llama_core.config.section import KnownName, Section
 from llama_core.errors import ConfigError, Problem, did_you_mean
 from llama_core.objectives.registry import OBJECTIVES
+from llama_core.units import divisors
 from llama_core.weight_rows import INPUTS, OUTPUTS, Weight
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -56,7 +57,7 @@ def not_a_strategy(name: object) -> str:
     return f"{which}; {name.lower()} is another thing, and not there yet"
 
 
-Gates = Literal["softmax_chosen", "softmax_all", "sigmoid"]
+Gates = Literal["softmax_chosen", "softmax_all", "sigmoid", "sigmoid_chosen"]
 
 AdapterName = Annotated[str, KnownName(ADAPTERS)]
 """The name of a kind of adapter."""
@@ -277,11 +278,17 @@ class MoE(_Strategy):
     """Layers that have experts, counted from 0; a number n means every n-th layer, so n - 1 first; default: all."""
     gates: Gates = "softmax_chosen"
     """What makes gates of the router's logits: a softmax over the chosen experts (as Mixtral's, they add up to 1) or
-    over all of them, or the sigmoid of each (as Llama 4's)."""
+    over all of them, or the sigmoid of each (as Llama 4's), or these over the sum of the chosen (as DeepSeek-V3's)."""
+    gate_scale: float = Field(1.0, gt=0)
+    """Factor on the gates, as 2.5 in DeepSeek-V3."""
     gate_inputs: bool = False
     """Whether a gate multiplies what its expert gets, as in Llama 4, in place of what it returns."""
     biases: bool = False
     """Whether the router and the matrices of experts have biases, as GPT-OSS's."""
+    expert_groups: int = Field(1, ge=1)
+    """Groups of equally many experts; a token chooses among those of its best groups only, as in DeepSeek-V3."""
+    groups_per_token: int = Field(1, ge=1)
+    """How many groups that are. A group's score is the sum of the scores of its two best experts."""
     balance_loss_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss that spreads tokens evenly over experts, summed over layers; default: Switch Transformer's."""
     z_loss_coefficient: float = Field(0.001, ge=0)
@@ -298,6 +305,31 @@ class MoE(_Strategy):
         if isinstance(layers, tuple) and len(set(layers)) < max(1, len(layers)):
             text = " must name at least one layer, and none twice"
             yield Problem(text, "moe_layers", str(list(layers)), ("moe_layers",))
+
+        if self.num_experts % self.expert_groups:
+            legal = ", ".join(map(str, divisors(self.num_experts)))
+            text = f" does not divide num_experts={self.num_experts}; use one of {legal}"
+            yield Problem(text, "expert_groups", str(self.expert_groups), ("expert_groups", "num_experts"))
+        elif self.groups_per_token > self.expert_groups:
+            text = f" is not between 1 and expert_groups={self.expert_groups}"
+            yield Problem(text, "groups_per_token", str(self.groups_per_token), ("groups_per_token", "expert_groups"))
+        elif self.experts_to_choose_from < self.experts_per_token <= self.num_experts:
+            text = (
+                f" is more than the {self.experts_to_choose_from} experts of groups_per_token={self.groups_per_token}: "
+                f"choose more of the expert_groups={self.expert_groups}, or fewer experts"
+            )
+            blamed = ("experts_per_token", "groups_per_token", "expert_groups")
+            yield Problem(text, "experts_per_token", str(self.experts_per_token), blamed)
+
+    @property
+    def has_sigmoids(self) -> bool:
+        """Whether the scores of experts are sigmoids of their logits; otherwise they are a softmax."""
+        return self.gates in {"sigmoid", "sigmoid_chosen"}
+
+    @property
+    def experts_to_choose_from(self) -> int:
+        """Experts in the groups that a token chooses from."""
+        return self.groups_per_token * self.num_experts // self.expert_groups
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""

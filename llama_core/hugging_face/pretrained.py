@@ -68,7 +68,10 @@ _MOVABLE = tuple(
     trait.name for trait in fields(ModelSpec) if trait.name not in (*_FIXED, *_SHOWN_BY_WEIGHTS, *_NOT_OF_WEIGHTS)
 )
 """All other traits, which no weight shows, but which may differ on purpose, as for longer sequences."""
-_MOVABLE_OF_EXPERTS = ("experts_per_token", "gates", "gate_inputs")
+_MOVABLE_OF_EXPERTS = (
+    *("experts_per_token", "expert_groups", "groups_per_token"),
+    *("gates", "gate_scale", "gate_inputs"),
+)
 """The same of experts."""
 
 

@@ -6,11 +6,13 @@ the rows of a step, so they do not depend on how the step is divided. Only their
 backward of the gates; the model's loss stays the cross-entropy.
 
 Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1; Fedus et al. 2021, arXiv:2101.03961, section 2.2, for the
-balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits.
+balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits; DeepSeek-AI 2024, arXiv:2412.19437, section
+2.1.2, for groups of experts.
 """
 
-# Shape suffixes: B batch, S sequence, D model dim, E experts, K experts of a token, T tokens (B * S), R routed tokens
-# (T * K: a token counts once for each of its experts), I columns of a matrix, O its rows, L layers with experts
+# Shape suffixes: B batch, S sequence, D model dim, E experts, K experts of a token, G groups of experts, M experts of a
+# group, T tokens (B * S), R routed tokens (T * K: a token counts once for each of its experts), I columns of a matrix,
+# O its rows, L layers with experts
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +26,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.fx.traceback import annotate
 
 from llama_core.config.models import ModelSpec
-from llama_core.config.strategy import Gates, MoE
+from llama_core.config.strategy import MoE
 from llama_core.models.activations import gated
 from llama_core.models.cast_weights import cast_grouped, takes_wide_gradient
 from llama_core.models.grouped import add_to_groups, grouped_product
@@ -165,7 +167,7 @@ class MixtureOfExperts(nn.Module):
         """Return the gates, whose backward adds the gradients of the auxiliary losses; record the statistics."""
         moe = self.moe
         whole_BE = self.count_rows(held_BE)
-        sums = token_sums(logits_BSE, whole_BE, moe.gates)
+        sums = token_sums(logits_BSE, whole_BE, sigmoids=moe.has_sigmoids)
         tokens_B = whole_BE.sum(1) / moe.experts_per_token
         balance_loss, z_loss = ((sums_B / tokens_B).sum() for sums_B in sums[:2])
         loss = moe.balance_loss_coefficient * balance_loss + moe.z_loss_coefficient * z_loss
@@ -178,30 +180,55 @@ class MixtureOfExperts(nn.Module):
 
 def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
     """Return the gates of each token's experts, [B, S, K], and these experts, int64."""
-    best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
-    if moe.gates == "softmax_chosen":
-        return best_BSK.softmax(-1), chosen_BSK
-    if moe.gates == "sigmoid":
-        return best_BSK.sigmoid(), chosen_BSK
-    return logits_BSE.softmax(-1).gather(-1, chosen_BSK), chosen_BSK
+    if moe.expert_groups == 1:  # scores are in the order of their logits
+        best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
+    else:
+        chosen_BSK = _best_of_groups(_scores(logits_BSE.detach(), moe), moe)
+        best_BSK = logits_BSE.gather(-1, chosen_BSK)
+    match moe.gates:
+        case "softmax_chosen":
+            gates_BSK = best_BSK.softmax(-1)
+        case "softmax_all":
+            gates_BSK = logits_BSE.softmax(-1).gather(-1, chosen_BSK)
+        case "sigmoid":
+            gates_BSK = best_BSK.sigmoid()
+        case "sigmoid_chosen":
+            # sigmoids over their sum, which may underflow where this does not
+            gates_BSK = (-F.softplus(-best_BSK)).softmax(-1)
+    return gates_BSK if moe.gate_scale == 1.0 else gates_BSK * moe.gate_scale, chosen_BSK
 
 
-def token_sums(logits_BSE: Tensor, tokens_BE: Tensor, gates: Gates) -> tuple[Tensor, Tensor, Tensor]:
+def _scores(logits_BSE: Tensor, moe: MoE) -> Tensor:
+    return logits_BSE.sigmoid() if moe.has_sigmoids else logits_BSE.softmax(-1)
+
+
+def _best_of_groups(scores_BSE: Tensor, moe: MoE) -> Tensor:
+    """Return the experts of each token with the highest scores, int64 [B, S, K], all of them in its best groups."""
+    scores_BSGM = scores_BSE.view(*scores_BSE.shape[:-1], moe.expert_groups, -1)
+    best_two = scores_BSGM.topk(min(2, scores_BSGM.shape[-1]), dim=-1).values
+    groups_BSG = best_two.sum(-1)
+    chosen_groups = groups_BSG.topk(moe.groups_per_token, dim=-1).indices
+    is_left_out_BSG = torch.ones_like(groups_BSG, dtype=torch.bool).scatter(-1, chosen_groups, value=False)
+    left_BSGM = scores_BSGM.masked_fill(is_left_out_BSG[..., None], -torch.inf)
+    return left_BSGM.view_as(scores_BSE).topk(moe.experts_per_token, dim=-1).indices
+
+
+def token_sums(logits_BSE: Tensor, tokens_BE: Tensor, *, sigmoids: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return three sums over the tokens of each row, [B]: of the balance loss, the z-loss, and the router's entropy.
 
     The balance loss of a row is ``E * sum(share * mean probability)`` over the experts. It is 1 if all experts get
     equally many tokens, and E if one gets all of them. The z-loss is the mean square of the logits' log-sum-exp.
-    Probabilities are a softmax of the logits or, of gates that are sigmoids, all sigmoids over their sum.
+    Probabilities are a softmax of the logits or, of scores that are sigmoids, all sigmoids over their sum.
 
     Args:
         logits_BSE: the router's logits, for all tokens of each row or for a part of them.
         tokens_BE: the number of tokens of each expert, in whole rows.
-        gates: what makes gates of the logits.
+        sigmoids: whether the scores of experts are sigmoids.
 
     Source: DeepSeek-AI 2024, arXiv:2412.19437, equations 17 to 20, for sigmoids.
     """
     log_sum_exp_BS1 = logits_BSE.logsumexp(-1, keepdim=True)
-    if gates == "sigmoid":
+    if sigmoids:
         log_sigmoids_BSE = -F.softplus(-logits_BSE)
         log_probabilities_BSE = log_sigmoids_BSE - log_sigmoids_BSE.logsumexp(-1, keepdim=True)
     else:

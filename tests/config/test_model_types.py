@@ -19,6 +19,9 @@ SPEC = ModelSpec("out", "llama", 64, 2, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 256)
 FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in MoE.model_fields}
 NOT_YET = {
     "attention_soft_cap": {"attention_soft_cap": 30.0},
+    "moe.gate_scale": {"moe": MoE(gate_scale=2.5)},
+    "moe.expert_groups": {"moe": MoE(expert_groups=4, groups_per_token=2)},
+    "moe.groups_per_token": {"moe": MoE(expert_groups=4, groups_per_token=2)},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {

@@ -170,6 +170,19 @@ def test_other_adapters_make_another_run():
             "experts_per_token=5 is not between 1 and num_experts=4",
         ),
         (
+            {"strategy": "moe", "moe": {"num_experts": 8, "expert_groups": 3}},
+            "expert_groups=3 does not divide num_experts=8; use one of 1, 2, 4, 8",
+        ),
+        (
+            {"strategy": "moe", "moe": {"num_experts": 8, "groups_per_token": 2}},
+            "groups_per_token=2 is not between 1 and expert_groups=1",
+        ),
+        (
+            {"strategy": "moe", "moe": {"num_experts": 8, "expert_groups": 4, "experts_per_token": 3}},
+            "experts_per_token=3 is more than the 2 experts of groups_per_token=1: choose more of the expert_groups=4, "
+            "or fewer experts",
+        ),
+        (
             {"strategy": "moe", "moe": {"moe_layers": [3, 16]}},
             "moe_layers=[16] are not layers of tiny_llama3_50m, which has layers 0 to 15",
         ),

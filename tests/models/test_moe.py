@@ -44,6 +44,15 @@ def stream(dtype=torch.float64, rows=2, seed=2):
     return torch.randn(rows, 16, SPEC.hidden_size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def best_experts(scores, moe):
+    """Return the experts with the best scores, of the groups whose two best have the highest sum."""
+    size = moe.num_experts // moe.expert_groups
+    groups = [list(range(first, first + size)) for first in range(0, moe.num_experts, size)]
+    groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-2:]))
+    left = [e for group in groups[: moe.groups_per_token] for e in group]
+    return sorted(left, key=lambda e: -scores[e])[: moe.experts_per_token]
+
+
 def expert_by_expert(layer, x):
     """Return what a mixture computes, token by token; the gates are softmaxes as the papers write them."""
     moe, rows = layer.moe, []
@@ -51,13 +60,16 @@ def expert_by_expert(layer, x):
     b1, b2, b3 = ([0] * moe.num_experts if m.bias is None else m.bias for m in layer.experts.children())
     for token in x.flatten(0, 1):
         logits = layer.router.weight @ token + (0 if layer.router.bias is None else layer.router.bias)
-        chosen = sorted(range(moe.num_experts), key=lambda e: -logits[e])[: moe.experts_per_token]
         everything = logits.exp().sum()
+        scores = (logits.sigmoid() if moe.has_sigmoids else logits.exp() / everything).tolist()
+        chosen = best_experts(scores, moe)
         gates = {
             "softmax_chosen": [logits[e].exp() / logits[chosen].exp().sum() for e in chosen],
             "softmax_all": [logits[e].exp() / everything for e in chosen],
             "sigmoid": [1 / (1 + (-logits[e]).exp()) for e in chosen],
+            "sigmoid_chosen": [logits[e].sigmoid() / logits[chosen].sigmoid().sum() for e in chosen],
         }[moe.gates]
+        gates = [moe.gate_scale * gate for gate in gates]
         row = layer.shared(token) if layer.shared else 0
         for gate, e in zip(gates, chosen, strict=True):
             inner, outer = (gate, 1) if moe.gate_inputs else (1, gate)
@@ -99,6 +111,9 @@ TRAITS = {
     "an expert for all tokens": {"shared_size": 40},
     "gates on inputs": {"gate_inputs": True},
     "biases": {"biases": True},
+    "sigmoids over their sum": {"gates": "sigmoid_chosen", "gate_scale": 2.5},
+    "groups": {"num_experts": 12, "expert_groups": 3, "groups_per_token": 2},
+    "groups, a softmax over all": {"num_experts": 8, "expert_groups": 2, "gates": "softmax_all"},
     "gates on inputs, sigmoids, shared": {"gate_inputs": True, "gates": "sigmoid", "shared_size": 40},
 }
 
@@ -157,7 +172,7 @@ def auxiliary_loss(layer, x):
     for row in x:
         logits = row @ layer.router.weight.T
         probabilities = logits.softmax(-1)
-        if moe.gates == "sigmoid":
+        if moe.has_sigmoids:
             probabilities = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
         chosen = F.one_hot(logits.topk(moe.experts_per_token).indices, moe.num_experts).sum(1)
         fractions = chosen.double().mean(0) / moe.experts_per_token
@@ -184,7 +199,7 @@ def test_an_expert_without_tokens_has_no_gradient_where_the_kernel_writes_none(m
     assert torch.equal(grouped.grouped_outer_product(x, y, ends), expected)
 
 
-@pytest.mark.parametrize("gates", ["softmax_chosen", "sigmoid"])
+@pytest.mark.parametrize("gates", ["softmax_chosen", "sigmoid", "sigmoid_chosen"])
 def test_the_backward_adds_the_gradients_of_the_auxiliary_losses_times_the_scale(gates):
     layer = mixture(gates=gates, balance_loss_coefficient=0.3, z_loss_coefficient=0.7)
     x, upstream, scale = stream().requires_grad_(), stream(seed=3), torch.tensor(0.125, dtype=torch.float64)

@@ -221,6 +221,7 @@ def test_the_estimate_of_a_compiled_layer_matches_the_bytes_its_partition_saves(
         MoE(num_experts=8, experts_per_token=3),
         MoE(num_experts=4, expert_size=256, biases=True),
         MoE(num_experts=4, shared_size=512, gates="sigmoid", gate_inputs=True),
+        MoE(num_experts=8, gates="sigmoid_chosen", gate_scale=2.5, expert_groups=4, groups_per_token=2),
     ],
     ids=lambda moe: str(moe.model_dump(exclude_defaults=True)),
 )

@@ -44,10 +44,12 @@ EXPERTS = st.fixed_dictionaries(
         "expert_size": st.sampled_from([0, 256]),
         "shared_size": st.sampled_from([0, 512]),
         "gates": st.sampled_from(get_args(Gates)),
+        "gate_scale": st.sampled_from([1.0, 2.5]),
         "gate_inputs": st.booleans(),
         "biases": st.booleans(),
+        "expert_groups": st.sampled_from([1, 2]),
     }
-)
+).map(lambda experts: experts | {"groups_per_token": experts["expert_groups"]})
 SLOW = settings(
     max_examples=8,
     phases=[Phase.explicit, Phase.generate],  # to shrink a plan takes minutes, and makes it no clearer

@@ -119,24 +119,47 @@ class Layer(AttentionProgram):
     def choose_experts(self, logits: int, copies: int, moe: MoE) -> tuple[int, int]:
         """Return the experts of every token, and their gates."""
         size = Size(copies, FP32_BYTES)
-        if moe.gates == "softmax_chosen":
-            best, chosen = self.add_operation("top", [logits], size, Size(copies, INT64_BYTES))
-            return chosen, self.result("softmax", [best], size)
+        index = Size(copies, INT64_BYTES)
+        if moe.expert_groups > 1:
+            # scores of all experts, and these again without those of other groups
+            workspace = BothWays(2 * self.num_bytes[logits], 0)
+            _, chosen = self.add_operation("decide", [logits], size, index, workspace=workspace)
+        elif moe.gates == "softmax_all":
+            _, chosen = self.add_operation("decide", [logits], size, index)
+        else:
+            best, chosen = self.add_operation("top", [logits], size, index)
+        if moe.gates == "softmax_all":
+            of_all = self.result("softmax", [logits], self.sizes[logits])
+            gates = self.result("pick", [of_all, chosen], size)
+        else:
+            if moe.expert_groups > 1:
+                best = self.result("pick", [logits, chosen], size)
+            gates = self.gates(best, moe)
+        if moe.gate_scale != 1.0:
+            gates = self.result("scale", [gates], size)
+        return chosen, gates
+
+    def gates(self, best: int, moe: MoE) -> int:
+        """Return the gates of the chosen experts, which follow from their logits alone."""
+        size = self.sizes[best]
         if moe.gates == "sigmoid":
-            best, chosen = self.add_operation("top", [logits], size, Size(copies, INT64_BYTES))
-            return chosen, self.result("sigmoid", [best], size)
-        _, chosen = self.add_operation("decide", [logits], size, Size(copies, INT64_BYTES))
-        of_all = self.result("softmax", [logits], self.sizes[logits])
-        return chosen, self.result("pick", [of_all, chosen], size)
+            return self.result("sigmoid", [best], size)
+        if moe.gates == "sigmoid_chosen":
+            best = self.log_sigmoid(best)
+        return self.result("softmax", [best], size)
+
+    def log_sigmoid(self, x: int) -> int:
+        """Return the logarithm of a sigmoid."""
+        size = self.sizes[x]
+        negative = self.result("scale", [x], size)
+        return self.result("scale", [self.result("softplus", [negative], size)], size)
 
     def log_probabilities(self, logits: int, sums: int, moe: MoE) -> int:
         """Return the logarithms of what the auxiliary losses take for probabilities of experts."""
-        size = self.sizes[logits]
-        if moe.gates == "sigmoid":
-            negative = self.result("scale", [logits], size)
-            logits = self.result("scale", [self.result("softplus", [negative], size)], size)
+        if moe.has_sigmoids:
+            logits = self.log_sigmoid(logits)
             sums = self.result("log_sum_exp", [logits], self.sizes[sums])
-        return self.result("add", [logits, sums], size)
+        return self.result("add", [logits, sums], self.sizes[logits])
 
     def run_experts(self, tokens: int, copies: int, moe: MoE) -> int:
         """Send sorted tokens through their experts, on this rank or on others."""
