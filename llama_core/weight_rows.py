@@ -10,7 +10,7 @@ Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router
 * outputs: a matrix, by its rows, or its bias; each rank computes some of the outputs
 * inputs: a matrix, by its columns; each rank has some of the inputs, and the ranks sum up what they compute
 * stream: not at all; it is applied to the residual stream, or to what is added to it, like the bias of a matrix that is
-  divided by its columns, which is added after that sum
+  divided by its columns, which is added after that sum; or to a token's embedding beside it
 * heads: as its module is applied to the heads, of which each rank has some: to each of them, and then not at all; or
   to all of them as one, and then as they are; so is a weight of attention itself, with entries for each head
 * router: not at all; it is applied to whole tokens, but gets only a part of its gradient

@@ -20,6 +20,7 @@ SAME_BLOCK = {
     "name": "what people call a model",
     "family": "which chat template belongs to it",
     "num_layers": "how many blocks it has",
+    "mtp_layers": "which further blocks follow, with programs of their own",
     "vocab_size": "rows of the tables outside of blocks",
     "tied_embeddings": "likewise",
     "scaled_embedding": "a factor outside of blocks",

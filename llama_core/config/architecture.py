@@ -105,6 +105,8 @@ class ArchitectureConfig(Section):
     """What qk_norm normalises as one: each head, as in Qwen3, or all heads of a query or a key, as in OLMo 2."""
     qk_norm_weights: bool | None = None
     """Whether these norms multiply by weights; without, only layers that rotate have them, as in Llama 4."""
+    mtp_layers: int | None = Field(None, ge=0)
+    """Modules after the last layer that each predict one token further ahead, as in DeepSeek-V3; 0 for none."""
     norms: NormPlacement | None = None
     """Where the norms of a block are: pre (before attention and feed-forward), post (on what they add), or both."""
     sliding_window: int | None = Field(None, ge=0)

@@ -74,6 +74,26 @@ def misfits(spec: ModelSpec, training: TrainingConfig, parallel: ParallelConfig)
         yield _wrong("parallel.num_chunks", chunks, text, *_LAYERS)
 
 
+def misfits_of_prediction(spec: ModelSpec, training: TrainingConfig) -> Iterator[Problem]:
+    """Yield why a model's prediction modules cannot be trained, or what they lack."""
+    key = "training.mtp_weight"
+    if not spec.mtp_layers:
+        if training.mtp_weight != TrainingConfig.model_fields["mtp_weight"].default:
+            text = " has no effect without architecture.mtp_layers; leave it out"
+            yield _wrong(key, training.mtp_weight, text, *MODEL)
+        return
+    setting = "architecture.mtp_layers"
+    if spec.lora is not None:
+        text = ": adapters train no prediction modules; leave these out with architecture.mtp_layers=0"
+        yield _wrong(setting, spec.mtp_layers, text, "strategy", *MODEL)
+    if "mtp_weight" not in OBJECTIVES.named(training.objective).keys:
+        text = (
+            f": training.objective={training.objective} trains no prediction modules; leave these out with "
+            "architecture.mtp_layers=0"
+        )
+        yield _wrong(setting, spec.mtp_layers, text, "training.objective", *MODEL)
+
+
 def misfits_of_adapters(spec: ModelSpec, lora: LoRA, trainable: Sequence[str]) -> Iterator[Problem]:
     """Yield what a model has no place for: adapters, or weights to train in full beside them."""
     for text in lora.misfits(spec.target_shapes, tied=spec.tied_embeddings):

@@ -56,6 +56,8 @@ class LayerTraits(NamedTuple):
     """What its attention has to compute."""
     rotates: bool
     """Whether it rotates queries and keys."""
+    predicts: bool = False
+    """Whether it is a module of multi-token prediction."""
 
 
 class BaseShape(NamedTuple):
@@ -101,7 +103,8 @@ class ModelSpec:
     ``models.block.Block`` draws the three placements of norms side by side. Before the first of
     ``num_layers`` blocks is the embedding of ``vocab_size`` tokens, times a factor if
     ``scaled_embedding``, and after the last a norm and the head, which is the same matrix if
-    ``tied_embeddings``.
+    ``tied_embeddings``. With ``mtp_layers``, as many further blocks follow the last one, and use both
+    embedding and head, see ``models.mtp``.
 
     Raises:
         ConfigError: if ``moe``, ``windowed_layers`` or ``nope_layers`` names layers that do not exist, or a trait lacks
@@ -172,6 +175,11 @@ class ModelSpec:
     # feed-forward
     activation: Activation = "silu"
     """What a feed-forward, or an expert in its place, makes of its gate before it multiplies, or of gate and up."""
+
+    # later tokens
+    mtp_layers: int = 0
+    """Modules of multi-token prediction after the last layer: the k-th predicts the token k places after the next one.
+    Their numbers follow those of the layers."""
 
     # norms of the residual stream
     norms: NormPlacement = "pre"
@@ -252,6 +260,11 @@ class ModelSpec:
         return nearest_type(self.traits)
 
     # Sizes that follow from others
+
+    @property
+    def joined_size(self) -> int:
+        """Width of a token's embedding and hidden state side by side, which a prediction module reads."""
+        return 2 * self.hidden_size
 
     @property
     def q_size(self) -> int:
@@ -344,14 +357,28 @@ class ModelSpec:
         """Whether what attention and feed-forward add to the residual stream is normalised."""
         return self.norms in {"post", "both"}
 
+    @property
+    def num_blocks(self) -> int:
+        """The layers, and the modules of multi-token prediction after them."""
+        return self.num_layers + self.mtp_layers
+
+    @property
+    def embeds_at_end(self) -> bool:
+        """Whether the end of the model needs the embedding too: as its head, or for what prediction modules read."""
+        return self.tied_embeddings or self.mtp_layers > 0
+
+    def _layer_like(self, block: int) -> int:
+        """Return the layer that a block is built as: a prediction module is built as the last one."""
+        return min(block, self.num_layers - 1)
+
     def window(self, layer: int) -> int:
         """Return how many tokens a query of a layer sees, with itself; 0 for all earlier ones."""
-        has_window = not self.windowed_layers or layer in self.windowed_layers
+        has_window = not self.windowed_layers or self._layer_like(layer) in self.windowed_layers
         return self.sliding_window if has_window else 0
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys."""
-        return layer not in self.nope_layers
+        return self._layer_like(layer) not in self.nope_layers
 
     def positions(self, layer: int) -> RotaryEmbedding | QueryTemperature | None:
         """Return what a layer makes of positions: a rotation; else a factor on its queries, or nothing."""
@@ -386,7 +413,7 @@ class ModelSpec:
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer has experts in place of its feed-forward."""
-        return self.moe is not None and self.moe.is_sparse(layer)
+        return self.moe is not None and self.moe.is_sparse(self._layer_like(layer))
 
     @property
     def num_sparse_layers(self) -> int:
@@ -395,15 +422,16 @@ class ModelSpec:
 
     @cached_property
     def layers(self) -> tuple[LayerTraits, ...]:
-        """The traits of every layer; equal ones are one object."""
-        adapted = _by_layer(self.adapted, self.num_layers)
-        trained = _by_layer(self.trained_in_full, self.num_layers)
+        """The traits of every layer, and of every prediction module after them; equal ones are one object."""
+        adapted = _by_layer(self.adapted, self.num_blocks)
+        trained = _by_layer(self.trained_in_full, self.num_blocks)
         seen: dict[LayerTraits, LayerTraits] = {}
         found = []
-        for layer in range(self.num_layers):
+        for layer in range(self.num_blocks):
             sparse = self.has_experts(layer)
             whole = trained[layer] | frozenset(FEED_FORWARD_MATRICES if sparse else ())
-            traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer), self.rotates(layer))
+            predicts = layer >= self.num_layers
+            traits = LayerTraits(sparse, adapted[layer], whole, self.attention(layer), self.rotates(layer), predicts)
             found.append(seen.setdefault(traits, traits))
         return tuple(found)
 
@@ -476,16 +504,17 @@ class ModelSpec:
     def _weights(self) -> Iterator[tuple[str, Weight]]:
         """Yield every weight with its whole name, without adapters or a tied head, in order."""
         yield EMBEDDING_WEIGHT.name, EMBEDDING_WEIGHT
-        for layer in range(self.num_layers):
-            for weight in self.weights_of_layer(sparse=self.has_experts(layer)):
+        for layer in range(self.num_blocks):
+            predicts = layer >= self.num_layers
+            for weight in self.weights_of_layer(sparse=self.has_experts(layer), predicts=predicts):
                 yield f"layers.{layer}.{weight.name}", weight
         yield FINAL_NORM_WEIGHT.name, FINAL_NORM_WEIGHT
         if not self.tied_embeddings:
             yield HEAD_WEIGHT.name, HEAD_WEIGHT
 
-    def weights_of_layer(self, *, sparse: bool) -> list[Weight]:
-        """Return the weights of a layer with experts, or of a dense one, in the model's order."""
-        rows = rows_of_layer(sparse=sparse)
+    def weights_of_layer(self, *, sparse: bool, predicts: bool = False) -> list[Weight]:
+        """Return the weights of a layer or a prediction module, with experts or dense, in the model's order."""
+        rows = rows_of_layer(sparse=sparse, predicts=predicts)
         return [row for row in rows if row.only_with is None or getattr(self, row.only_with)]
 
     # Which of them are trained, adapted or held in NF4?
@@ -527,7 +556,7 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters of the model, adapters and experts included; a tied head counts once."""
+        """All parameters of the model: adapters, experts and prediction modules too; a tied head counts once."""
         return sum(map(math.prod, self.parameter_shapes.values())) + self.num_adapter_parameters
 
     @property
@@ -539,7 +568,8 @@ class ModelSpec:
     @property
     def num_active_parameters(self) -> int:
         """Parameters that one token uses: all except the experts that it is not routed to."""
-        return self.num_parameters - self.num_sparse_layers * self.idle_parameters
+        num_sparse = sum(map(self.has_experts, range(self.num_blocks)))
+        return self.num_parameters - num_sparse * self.idle_parameters
 
     @cached_property
     def num_adapter_parameters(self) -> int:

@@ -89,6 +89,13 @@ _SHARED = (
 _AFTER_FEED_FORWARD = (
     _norm("ffn_post_norm.weight", "post_mlp_layernorm.weight", only_with="norms_after"),
 )
+# named as in DeepSeek-V3, whose files also have copies of the embedding and the head in each module
+_PREDICTION = (
+    _norm("enorm.weight", "enorm.weight"),
+    _norm("hnorm.weight", "hnorm.weight"),
+    Weight("eh_proj.weight", "eh_proj.weight", ("hidden_size", "joined_size"), "stream"),
+    _norm("head_norm.weight", "shared_head.norm.weight"),
+)
 # fmt: on
 ATTENTION_NORM, FFN_NORM = "input_layernorm", "post_attention_layernorm"
 """The norms before attention and feed-forward, as Hugging Face calls them in a Llama."""
@@ -96,7 +103,8 @@ ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layer
 """The norms after them, as it calls them in a GLM-4, which has all four."""
 
 _IN_LAYERS = {
-    weight.name: weight for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_SHARED, *_AFTER_FEED_FORWARD)
+    weight.name: weight
+    for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_SHARED, *_AFTER_FEED_FORWARD, *_PREDICTION)
 }
 _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
 SHOWN_BY_NAMES = frozenset(weight.only_with for weight in _IN_LAYERS.values() if weight.only_with is not None)
@@ -131,9 +139,10 @@ def adapter_weight(name: str) -> tuple[str, Weight] | None:
     return None
 
 
-def rows_of_layer(*, sparse: bool) -> tuple[Weight, ...]:
-    """Return the rows of a layer with experts, or of a dense one, optional ones included."""
-    return (*_ATTENTION, *((*_MIXTURE, *_SHARED) if sparse else _FEED_FORWARD), *_AFTER_FEED_FORWARD)
+def rows_of_layer(*, sparse: bool, predicts: bool = False) -> tuple[Weight, ...]:
+    """Return the rows of a layer with experts, or of a dense one, optional ones included; or of a prediction module."""
+    of_block = (*_ATTENTION, *((*_MIXTURE, *_SHARED) if sparse else _FEED_FORWARD), *_AFTER_FEED_FORWARD)
+    return (*of_block, *_PREDICTION) if predicts else of_block
 
 
 def is_decayed(name: str) -> bool:

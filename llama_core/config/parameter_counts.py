@@ -19,14 +19,14 @@ def num_parameters_of(spec: ModelSpec, layers: range) -> int:
     one.
     """
     is_first = layers.start == 0
-    is_last = layers.stop == spec.num_layers
+    is_last = layers.stop == spec.num_blocks
     own = 0
     for name, shape in (spec.parameter_shapes | spec.adapter_shapes).items():
         layer = layer_of(name)
         if layer is not None:
             is_held = layer in layers
         elif is_on_embedding(name):
-            is_held = is_first or (is_last and spec.tied_embeddings)
+            is_held = is_first or (is_last and spec.embeds_at_end)
         else:
             is_held = is_last
         if is_held:
@@ -36,10 +36,10 @@ def num_parameters_of(spec: ModelSpec, layers: range) -> int:
 
 def active_parameters(spec: ModelSpec, layer: int) -> int:
     """Return the parameters of a layer that one token uses, without adapters."""
-    if not spec.has_experts(layer):
-        return spec.layer_parameters
-    held = sum(math.prod(spec.shape_of(weight)) for weight in spec.weights_of_layer(sparse=True))
-    return held - spec.idle_parameters
+    sparse = spec.has_experts(layer)
+    rows = spec.weights_of_layer(sparse=sparse, predicts=layer >= spec.num_layers)
+    held = sum(math.prod(spec.shape_of(weight)) for weight in rows)
+    return held - spec.idle_parameters if sparse else held
 
 
 def num_trained_in_full(spec: ModelSpec) -> int:
@@ -66,7 +66,7 @@ def counts_in_words(spec: ModelSpec) -> str:
 @lru_cache(maxsize=64)  # plans of a search ask for it many times
 def trained_matrices(spec: ModelSpec) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Return the shapes of the trained matrices of each layer: experts if any, rows, columns."""
-    of_layers: list[list[tuple[int, ...]]] = [[] for _ in range(spec.num_layers)]
+    of_layers: list[list[tuple[int, ...]]] = [[] for _ in range(spec.num_blocks)]
     for name, shape in (spec.parameter_shapes | spec.adapter_shapes).items():
         layer = layer_of(name)
         is_trained = name in spec.trained_in_full or name in spec.adapter_shapes

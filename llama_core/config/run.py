@@ -25,6 +25,7 @@ from llama_core.config.contradictions import (
     misdivisions,
     misfits,
     misfits_of_adapters,
+    misfits_of_prediction,
     needless_keys,
     needless_parts,
     uneven_lengths,
@@ -195,6 +196,7 @@ class RunConfig(Section):
             yield from error.records
         else:
             yield from misfits(spec, self.training, self.parallel)
+            yield from misfits_of_prediction(spec, self.training)
             if spec.lora is not None:
                 yield from misfits_of_adapters(spec, self.lora, self.trainable)
             yield from misdivided_heads(spec)

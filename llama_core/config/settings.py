@@ -370,6 +370,9 @@ class TrainingConfig(Section):
     z_loss: Annotated[float, Key(changes="learning")] = Field(0.0, ge=0)
     """Coefficient of the square of log Z (the log of the sum of a token's exponentials), which next_token trains for
     besides, so that logits do not drift; usually 1e-4. Losses are told without it."""
+    mtp_weight: Annotated[float, Key(changes="learning")] = Field(0.3, ge=0)
+    """Factor on the mean loss of the modules of architecture.mtp_layers, which next_token trains for besides; in
+    DeepSeek-V3 at first 0.3, then 0.1. With 0, their losses are measured alone."""
     preference_beta: Annotated[float | None, Key(changes="learning")] = Field(None, gt=0)
     """How strongly dpo, ipo and kto hold the model to the one that it begins with (default: 0.1); simpo's factor on
     mean log-probabilities (2); orpo's weight of the odds ratio (0.1)."""

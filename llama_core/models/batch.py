@@ -56,6 +56,15 @@ class Documents(NamedTuple):
         return self._replace(starts=starts.to(torch.int32), row_length=min(self.row_length, size))
 
 
+class LaterTokens(NamedTuple):
+    """What a module of multi-token prediction reads and predicts in each place of some rows."""
+
+    tokens_BS: "Tensor"
+    """The tokens some places ahead, int64; 0 past the end of the row."""
+    targets_BS: "Tensor"
+    """Their targets, int64; -100 where they have none, or belong to another document."""
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Rows of tokens, with each token's target and its position in its document."""
@@ -70,6 +79,8 @@ class Batch:
     """The same documents for kernels that take them instead of a mask; None if a mask is used."""
     per_token: "Mapping[str, Tensor]" = field(default_factory=dict)
     """What the objective reads beside targets, by name: one fp32 number for each token, [B, S], or some, [B, S, N]."""
+    later: "tuple[LaterTokens, ...]" = ()
+    """What prediction modules read and predict, the first one's first; empty if they do not run."""
     before: "Batch | None" = None
     """Other rows, which a ``PreparingObjective`` measures before it trains on these: as many, and as long."""
 
@@ -77,7 +88,8 @@ class Batch:
         """Return all tensors of the batch."""
         starts = self.documents and self.documents.starts
         before = self.before.tensors() if self.before else ()
-        always = (self.tokens_BS, self.targets_BS, *self.per_token.values(), *before)
+        later = [tensor for one in self.later for tensor in one]
+        always = (self.tokens_BS, self.targets_BS, *self.per_token.values(), *later, *before)
         return [*always, *(tensor for tensor in (self.positions_BS, starts) if tensor is not None)]
 
     def num_targets(self) -> "Tensor":
@@ -140,6 +152,7 @@ class Batch:
             targets_BS=function(self.targets_BS),
             positions_BS=None if self.positions_BS is None else function(self.positions_BS),
             per_token={name: function(value_BS) for name, value_BS in self.per_token.items()},
+            later=tuple(LaterTokens(*map(function, one)) for one in self.later),
         )
 
     def _each(self, function: "Callable[[Tensor], Tensor]") -> "Batch":
@@ -157,6 +170,32 @@ def at_places(values: "Tensor", places_BS: "Tensor") -> "Tensor":
     import torch
 
     return torch.take_along_dim(values, places_BS.view(*places_BS.shape, *[1] * (values.ndim - 2)), dim=1)
+
+
+def looking_ahead(batch: Batch, num_modules: int) -> Batch:
+    """Return the batch with what as many prediction modules read and predict; its rows must be whole.
+
+    A place that looks beyond its document has no target there. What it reads reaches no place that has one: attention
+    looks back, and every later place of the document looks beyond it too.
+    """
+    if not num_modules:
+        return batch
+    import torch
+
+    seq_len = batch.tokens_BS.shape[1]
+    positions_BS = batch.positions_BS
+    if positions_BS is None:
+        positions_BS = torch.arange(seq_len, device=batch.tokens_BS.device).expand_as(batch.tokens_BS)
+    later = []
+    for distance in range(1, num_modules + 1):
+
+        def ahead(values_BS: "Tensor", fill: int, by: int = min(distance, seq_len)) -> "Tensor":
+            return torch.nn.functional.pad(values_BS[:, by:], (0, by), value=fill)
+
+        is_same_document_BS = ahead(positions_BS, -1) == positions_BS + distance
+        targets_BS = ahead(batch.targets_BS, IGNORE_INDEX).masked_fill(~is_same_document_BS, IGNORE_INDEX)
+        later.append(LaterTokens(ahead(batch.tokens_BS, 0), targets_BS))
+    return replace(batch, later=tuple(later))
 
 
 def with_places(batch: Batch) -> Batch:

@@ -4,7 +4,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Container, Iterator
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,8 +27,9 @@ from llama_core.models.head import HeadInputs, logits, whole_head
 from llama_core.models.layers import Linear, RMSNorm, TokenEmbedding, local_part
 from llama_core.models.measures import Measures
 from llama_core.models.moe import Routers, feed_forward
+from llama_core.models.mtp import PredictionLosses, PredictionModule, trained_besides
 from llama_core.models.next_token import NextToken
-from llama_core.models.objective import Objective
+from llama_core.models.objective import Objective, PredictingObjective
 from llama_core.models.rotation import positional
 
 INIT_STD = 0.02
@@ -45,8 +46,9 @@ class Llama(nn.Module):
     Args:
         spec: the architecture.
         compute_dtype: the dtype of the residual stream and of every matrix product.
-        layers: the layers of the part; default: all. The first brings the embedding; the last brings the final norm
-            and the head, which is a second copy of the embedding if the two are tied.
+        layers: the layers of the part; default: all, with the prediction modules that follow them. The first brings the
+            embedding. The last brings the final norm and the head, and a second copy of the embedding if that is the
+            head or modules need it.
     """
 
     def __init__(
@@ -55,14 +57,14 @@ class Llama(nn.Module):
         super().__init__()
         self.spec = spec
         self.compute_dtype = compute_dtype
-        held = range(spec.num_layers) if layers is None else sorted(layers)
+        held = range(spec.num_blocks) if layers is None else sorted(layers)
         first = 0 in held
         last = spec.num_layers - 1 in held
-        self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.tied_embeddings) else None
+        self.tok_embeddings = TokenEmbedding(spec, compute_dtype) if first or (last and spec.embeds_at_end) else None
         self.embedding_scale = _rounded(spec.hidden_size**0.5, compute_dtype) if spec.scaled_embedding else 1.0
         """Factor on the rows of the embedding, but not on those of a tied head."""
         # a dict, so that a part keeps the parameter names of the whole model
-        self.layers = nn.ModuleDict({str(index): Block(spec, feed_forward(spec, index), index) for index in held})
+        self.layers = nn.ModuleDict({str(index): _block(spec, index) for index in held})
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps) if last else None
         self.output = Linear(spec.hidden_size, spec.vocab_size) if last and not spec.tied_embeddings else None
         self.sequence_shards = 1
@@ -80,6 +82,8 @@ class Llama(nn.Module):
         """Makes the loss of a batch from these factors."""
         self.by_row = False
         """Whether it returns the loss of each row instead of their sum: ``losses_by_row``."""
+        self.prediction_losses = PredictionLosses(spec.mtp_layers)
+        """What the prediction modules measure."""
         self.measure: Callable[[HeadInputs, Batch], Tensor] | None = None
         """What it returns of a batch in place of the loss: ``measuring``."""
 
@@ -91,6 +95,8 @@ class Llama(nn.Module):
             found.append(self.objective)
         if self.spec.moe is not None:
             found.append(Routers(self.spec, self.spec.moe, self.layers.items()))
+        if self.spec.mtp_layers:
+            found.append(self.prediction_losses)
         return found
 
     @property
@@ -122,21 +128,29 @@ class Llama(nn.Module):
                 documents, of whole rows even if this rank holds a part of each, are for the kernel that takes them
                 instead of a mask, on CUDA and in 16 bits. The objective reads the rest. None: every row is one
                 document, and there is no loss.
-            layers: which layers; default: all of the model.
+            layers: which layers; default: all of the model. The prediction modules among them run if the batch has what
+                they read.
 
         Returns:
             Before the last layer, the residual stream, [B, S, D] in ``compute_dtype``. With the last layer, the
             objective's loss summed over the batch, an fp32 scalar (fp64 if that is the compute dtype), or by row, [B].
             Without a batch, the logits, [B, S, V] in ``compute_dtype``.
         """
-        layers = range(self.spec.num_layers) if layers is None else layers
-        x_BSD = self.run_layers(inputs, batch, layers)
+        layers = range(self.spec.num_blocks) if layers is None else layers
+        x_BSD, *predictions = self._run_blocks(inputs, batch, layers)
         if layers.stop < self.spec.num_layers or self.norm is None:
             return x_BSD
-        return self.head(self.norm(x_BSD), batch)
+        return self.head(self.norm(x_BSD), batch, *predictions)
 
     def run_layers(self, inputs: Tensor, batch: Batch | None, layers: range) -> Tensor:
         """Return the residual stream after consecutive layers, [B, S, D]; the arguments are those of ``forward``."""
+        return self._run_blocks(inputs, batch, layers)[0]
+
+    def _run_blocks(self, inputs: Tensor, batch: Batch | None, layers: range) -> list[Tensor]:
+        """Return the residual stream after the layers, and the normalised hidden states of the prediction modules."""
+        num_layers = self.spec.num_layers
+        later = () if batch is None else batch.later
+        layers = range(layers.start, min(layers.stop, num_layers + len(later)))
         num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
         index_S = self.sequence_index(num_tokens, inputs.device)
         positions_BS = None if batch is None else batch.positions_BS
@@ -151,12 +165,23 @@ class Llama(nn.Module):
         masks = {one: self._mask(one, positions_BS, index_S, documents) for one in dict.fromkeys(needs)}
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
-            x_BSD = self.tok_embeddings(inputs)
-            if self.spec.scaled_embedding:
-                x_BSD = x_BSD * self.embedding_scale
+            x_BSD = self._embed(self.tok_embeddings, inputs)
+        ahead_BSD = x_BSD
+        predictions: list[Tensor] = []
         for index, kind, one in zip(layers, kinds, needs, strict=True):
-            x_BSD = self.layers[str(index)](x_BSD, positions[kind], masks[one])
-        return x_BSD
+            block = self.layers[str(index)]
+            if index < num_layers:
+                x_BSD = ahead_BSD = block(x_BSD, positions[kind], masks[one])
+                continue
+            assert self.tok_embeddings is not None
+            embedded_BSD = self._embed(self.tok_embeddings, later[index - num_layers].tokens_BS)
+            ahead_BSD, hidden_BSD = block(ahead_BSD, positions[kind], masks[one], embedded_BSD)
+            predictions.append(hidden_BSD)
+        return [x_BSD, *predictions]
+
+    def _embed(self, table: TokenEmbedding, tokens_BS: Tensor) -> Tensor:
+        embedded_BSD: Tensor = table(tokens_BS)
+        return embedded_BSD * self.embedding_scale if self.spec.scaled_embedding else embedded_BSD
 
     def _mask(
         self, needs: AttentionNeeds, positions_BS: Tensor | None, index_S: Tensor, documents: Documents | None
@@ -167,8 +192,14 @@ class Llama(nn.Module):
             positions_BS = positions_BS % needs.chunk
         return self.attention_mask(positions_BS, index_S, self.compute_dtype, documents, needs.window)
 
-    def head(self, x_BSD: Tensor, batch: Batch | None) -> Tensor:
-        """Return the loss of a batch from the normalised hidden states of its tokens; without a batch, the logits."""
+    def head(self, x_BSD: Tensor, batch: Batch | None, *predictions: Tensor) -> Tensor:
+        """Return the loss of a batch from the normalised hidden states of its tokens; without a batch, the logits.
+
+        Args:
+            x_BSD: the hidden states.
+            batch: the batch.
+            predictions: those of the prediction modules that have run, whose losses are trained for besides.
+        """
         inputs = self.head_inputs(x_BSD, self.head_table)
         if batch is None:
             logits_TV = logits(inputs)
@@ -176,9 +207,31 @@ class Llama(nn.Module):
         if self.measure is not None:
             return self.measure(inputs, batch)
         if not self.by_row:
-            return self.objective.loss(inputs, batch)
+            loss = self.objective.loss(inputs, batch)
+            return self._with_predictions(loss, batch, predictions) if predictions else loss
         heads = inputs.rows(len(x_BSD))
         return torch.stack([self.objective.loss(head, row) for head, row in zip(heads, batch.split(1), strict=True)])
+
+    def _with_predictions(self, loss: Tensor, batch: Batch, predictions: Sequence[Tensor]) -> Tensor:
+        """Return the loss, whose backward also computes the gradients of the prediction modules' losses.
+
+        These are divided by as many targets as the loss itself, as in the publication.
+        """
+        assert isinstance(self.objective, PredictingObjective)
+        losses = []
+        counts = []
+        for hidden_BSD, later in zip(predictions, batch.later, strict=True):
+            ahead = replace(batch, targets_BS=later.targets_BS)
+            losses.append(self.objective.loss(self.head_inputs(hidden_BSD, self.head_table), ahead))
+            counts.append(self.objective.count(ahead))
+        self.prediction_losses.add(losses, counts)
+        mean = torch.stack(losses).sum() * (self.objective.mtp_weight / len(losses))
+        return trained_besides(loss, mean)
+
+
+def _block(spec: ModelSpec, index: int) -> Block:
+    made = PredictionModule if index >= spec.num_layers else Block
+    return made(spec, feed_forward(spec, index), index)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ NUM_SUMS = 3
 
 def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:
     """Return the feed-forward of a layer, or the experts in its place."""
-    if spec.moe is None or not spec.moe.is_sparse(layer):
+    if spec.moe is None or not spec.has_experts(layer):
         return FeedForward(spec)
     return MixtureOfExperts(spec, spec.moe)
 
@@ -346,9 +346,9 @@ class Routers:
     def __init__(self, spec: ModelSpec, moe: MoE, layers: Iterable[tuple[str, nn.Module]]) -> None:
         self._moe = moe
         self._layers = layers
-        self._num_layers = spec.num_layers
-        self._sparse = [layer for layer in range(spec.num_layers) if spec.has_experts(layer)]
-        self.num_sums = spec.num_layers * (moe.num_experts + NUM_SUMS)
+        self._num_layers = spec.num_blocks
+        self._sparse = [layer for layer in range(spec.num_blocks) if spec.has_experts(layer)]
+        self.num_sums = spec.num_blocks * (moe.num_experts + NUM_SUMS)
         by_layer = [f"{name}{OF_LAYER}{layer}" for name in ("expert_load", "router_entropy") for layer in self._sparse]
         self.names = ["balance_loss", "router_z_loss", "router_entropy", "expert_load", "unused_experts", *by_layer]
         """What it records: of all layers together, and of each that has experts."""

@@ -13,10 +13,12 @@ class NextToken:
 
     Args:
         z_loss: how much of the squares of log Z is trained for besides.
+        mtp_weight: how much the mean loss of prediction modules, if the model has some, is trained for besides.
     """
 
-    def __init__(self, z_loss: float = 0.0) -> None:
+    def __init__(self, z_loss: float = 0.0, mtp_weight: float = 0.3) -> None:
         self.z_loss = z_loss
+        self.mtp_weight = mtp_weight
 
     def loss(self, head: HeadInputs, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over the targets; its gradient has that of ``z_loss``."""
@@ -35,5 +37,5 @@ class NextToken:
 
 
 def build(training: TrainingConfig) -> NextToken:
-    """Return the objective, with its setting."""
-    return NextToken(training.z_loss)
+    """Return the objective, with its settings."""
+    return NextToken(training.z_loss, training.mtp_weight)

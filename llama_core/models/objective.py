@@ -62,6 +62,14 @@ class ReferringObjective(Objective, Protocol):
         """
 
 
+@runtime_checkable
+class PredictingObjective(Objective, Protocol):
+    """An objective that modules of multi-token prediction add to: its loss of later tokens is theirs."""
+
+    mtp_weight: float
+    """How much the mean of their losses counts beside its own."""
+
+
 def build_objective(training: TrainingConfig) -> Objective:
     """Return the objective that ``training`` names."""
     objective: Objective = import_module(OBJECTIVES.named(training.objective).module).build(training)

@@ -2,4 +2,4 @@
 
 from llama_core.objectives.traits import ObjectiveType
 
-NEXT_TOKEN = ObjectiveType("next_token", module="llama_core.models.next_token", keys=("z_loss",))
+NEXT_TOKEN = ObjectiveType("next_token", module="llama_core.models.next_token", keys=("z_loss", "mtp_weight"))

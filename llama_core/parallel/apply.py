@@ -12,12 +12,12 @@ from llama_core.attention import DocumentAttention
 from llama_core.config.models import ModelSpec
 from llama_core.config.trained_ends import trains_embedding
 from llama_core.models.attention import use_kernels
-from llama_core.models.batch import Batch
+from llama_core.models.batch import Batch, looking_ahead
 from llama_core.models.fp8 import use_fp8
 from llama_core.models.head import HeadInputs
 from llama_core.models.llama import Llama, initialize_weights, losses_by_row, measuring, with_adapters
 from llama_core.models.moe import prepare_routers
-from llama_core.models.objective import Objective
+from llama_core.models.objective import Objective, PredictingObjective
 from llama_core.parallel.cast_weights import CastWeights
 from llama_core.parallel.context import apply_context_parallel, cut_batch, exchanges_heads, shard_batch
 from llama_core.parallel.expert import divide_experts
@@ -131,7 +131,7 @@ class ParallelModel:
             The mean loss over what counts on all ranks, a scalar.
         """
         prepare(self.model.objective, microbatches, self.measure_rows, on_phase)
-        pieces = [self._own_columns(batch) for batch in microbatches]
+        pieces = [self._own_columns(self._looking_ahead(batch)) for batch in microbatches]
         count = self._count(pieces).clamp(min=1)
         # data parallelism averages over the ranks, but the loss is the mean over all that counts
         ranks_averaged = self.plan.dp * self.plan.cp
@@ -152,7 +152,7 @@ class ParallelModel:
         Args:
             batch: a microbatch of the sizes and the kind of attention of those to come, whole, on the device.
         """
-        piece = self._own_columns(batch)
+        piece = self._own_columns(self._looking_ahead(batch))
         num_rows, num_tokens = piece.tokens_BS.shape
         stream = (num_rows, num_tokens // self.model.sequence_shards, self.model.spec.hidden_size)
         prepare_routers(self.model, torch.ones((), dtype=self._wide, device=self.device))
@@ -166,6 +166,7 @@ class ParallelModel:
             if out.requires_grad:
                 torch.autograd.backward(out, torch.zeros_like(out))
         self.data.release()
+        self.model.prediction_losses.take_measured()  # which no step has asked for
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -247,6 +248,11 @@ class ParallelModel:
     def _wide(self) -> torch.dtype:
         """The dtype of losses and their scale."""
         return torch.promote_types(self.model.compute_dtype, torch.float32)
+
+    def _looking_ahead(self, batch: Batch) -> Batch:
+        """Return a batch to train on with what the prediction modules read, which only whole rows tell."""
+        has_use = isinstance(self.model.objective, PredictingObjective)
+        return looking_ahead(batch, self.model.spec.mtp_layers) if has_use else batch
 
     def _own_columns(self, batch: Batch) -> Batch:
         if self.mesh is None or self.plan.cp == 1:

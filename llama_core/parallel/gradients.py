@@ -63,7 +63,7 @@ class Gradients:
         """Sum the gradients that several ranks share, so that each of them holds the sum; average those of experts.
 
         Ranks share the gradients of norms, which each tensor-parallel rank computes over a part of the sequence, of an
-        embedding tied to the head on another pipeline rank and, with Chimera, of every stage.
+        embedding that the end of the model uses on another pipeline rank and, with Chimera, of every stage.
         """
         _sum_partial([parameter for parameters in self._by_copies.values() for parameter in parameters])
         for parameter in self._averaged_too_little:
@@ -132,8 +132,8 @@ def pipeline_holders(plan: ParallelPlan, spec: ModelSpec) -> dict[str, tuple[int
         for layer in (layer for stage in schedule.stages_of(rank) for layer in stages[stage]):
             holders[f"layers.{layer}"].add(rank)
     first = holders["layers.0"]
-    last = holders[f"layers.{spec.num_layers - 1}"]
-    holders["tok_embeddings"] = first | last if spec.tied_embeddings else first
+    last = holders[f"layers.{spec.num_blocks - 1}"]
+    holders["tok_embeddings"] = first | last if spec.embeds_at_end else first
     holders["norm"] = holders["output"] = last
     return {module: tuple(sorted(ranks)) for module, ranks in holders.items()}
 

@@ -149,7 +149,7 @@ class Sharded:
             shard(list(unit.parts), reshard_after_forward=self.resharding.drops_after_forward(unit))
         if model.output is not None:
             _call_head_as_module(model, model.output)
-        # the rest is the root unit: nothing, or an embedding tied to the head
+        # the rest is the root unit: nothing, or an embedding that both ends of the model use
         self.root = shard(model, reshard_after_forward=False)
         _set_prefetches(model, stages)
         self.groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -199,7 +199,7 @@ def _units_of_stages(model: Llama, plan: ParallelPlan) -> list[tuple[Unit[Any], 
     for layers in plan.stage_layers(spec):
         if str(layers.start) not in model.layers:
             continue
-        is_last = layers.stop == spec.num_layers
+        is_last = layers.stop == spec.num_blocks
         units = units_of(
             spec,
             [model.layers[str(layer)] for layer in layers],

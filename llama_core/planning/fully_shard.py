@@ -5,7 +5,8 @@ communication count what follows from it, and the rehearsal asks it which states
 
 A unit is what one call of ``fully_shard`` takes. Its weights are gathered in one transfer, and so are its gradients
 reduced; only experts that fewer ranks shard travel apart. The units are each layer, the embedding, the final norm
-with the head, and the root, which is what is left: a table that is both embedding and head, and the norm beside it.
+with the head, and the root, which is what is left: an embedding that both ends of the model use and, if it is the head
+itself, the norm beside it.
 
 The ZeRO stages differ in how long weights and gradients stay whole:
 
@@ -66,7 +67,7 @@ def units_of(
         head: None if the part lacks it. If it is the embedding, either may be given, or both.
     """
     units: list[Unit[Part]] = []
-    if embedding is not None and not spec.tied_embeddings:
+    if embedding is not None and not spec.embeds_at_end:
         # the gradient of a look-up depends on the tokens alone, that of an adapter on its other
         # factor
         is_adapted = EMBEDDING in adapted_tables(spec)
@@ -74,7 +75,11 @@ def units_of(
     units += [Unit("layer", (layer,)) for layer in layers]
     if not spec.tied_embeddings:
         outer = tuple(part for part in (final_norm, head) if part is not None)
-        return (*units, Unit("head", outer)) if outer else tuple(units)
+        if outer:
+            units.append(Unit("head", outer))
+        if embedding is not None and spec.embeds_at_end:
+            units.append(Unit("root", (embedding,)))
+        return tuple(units)
     # both ends of the model use the table, so no unit in between can have it
     table = head if head is not None else embedding
     shared = tuple(part for part in (table, final_norm) if part is not None)

@@ -252,6 +252,8 @@ class ParallelPlan:
             yield f"zero_backend=deepspeed does not train {', '.join(spec.trainable)} beside adapters; use native"
         if spec.packed:
             yield "zero_backend=deepspeed does not shard the bytes of lora.base=nf4; use native"
+        if spec.mtp_layers:
+            yield f"zero_backend=deepspeed does not train the mtp_layers={spec.mtp_layers} of {spec.name}; use native"
         if precision == "fp16":
             yield "precision fp16 with zero_backend=deepspeed would scale the loss twice; use native or bf16"
 

@@ -13,15 +13,19 @@ def cut_layers(spec: ModelSpec, num_stages: int) -> tuple[range, ...]:
 
     The first stage also holds the embedding and the last one the head, so they get fewer layers: LLaMA 3 405B over
     8 stages is cut into 15, six times 16, and 15. With experts in some layers, moving one layer to a neighbouring
-    stage does not make the heavier of the two lighter.
+    stage does not make the heavier of the two lighter. The prediction modules, each with a pass of the head, belong to
+    the last stage.
     """
     tables = [0] * num_stages
     tables[0] += spec.embedding_parameters
     tables[-1] += spec.embedding_parameters
+    for block in range(spec.num_layers, spec.num_blocks):
+        tables[-1] += active_parameters(spec, block) + spec.embedding_parameters
     starts = _starts_for_equal_layers(spec.num_layers, active_parameters(spec, 0), tables)
     if spec.num_sparse_layers not in {0, spec.num_layers}:
         sizes = [active_parameters(spec, layer) for layer in range(spec.num_layers)]
         _even_out(starts, sizes, tables)
+    starts[-1] = spec.num_blocks
     return tuple(map(range, starts, starts[1:]))
 
 

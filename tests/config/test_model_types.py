@@ -22,6 +22,7 @@ NOT_YET = {
     "moe.gate_scale": {"moe": MoE(gate_scale=2.5)},
     "moe.expert_groups": {"moe": MoE(expert_groups=4, groups_per_token=2)},
     "moe.groups_per_token": {"moe": MoE(expert_groups=4, groups_per_token=2)},
+    "mtp_layers": {"mtp_layers": 1},
 }
 """The traits that no type states yet, which keep a model from being exported, with another value than a Llama's."""
 OTHER = {

@@ -47,3 +47,19 @@ def test_a_sweep_over_objectives_is_ranked_by_throughput_but_not_by_losses_of_di
     assert not list(problems_of_throughput([KEY]))
     (problem,) = problems_of_training(SweepObjective("loss"), [KEY], RunConfig())
     assert str(problem) == f"grid: with other {KEY}, held-out losses cannot be compared; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"strategy": "lora"}, "architecture.mtp_layers=1: adapters train no prediction modules"),
+        ({"training": {"objective": "dpo"}}, "mtp_layers=1: training.objective=dpo trains no prediction modules"),
+        ({"architecture": {}, "training": {"mtp_weight": 0.1}}, "training.mtp_weight=0.1 has no effect without"),
+    ],
+)
+def test_prediction_modules_are_trained_with_the_next_token_and_all_weights(changed, told):
+    mapping = {"model": "tiny_llama3_50m", "architecture": {"mtp_layers": 1}}
+    assert RunConfig.from_mapping(mapping | {"training": {"mtp_weight": 0.1}}).spec.mtp_layers == 1
+    with pytest.raises(ConfigError) as error:
+        RunConfig.from_mapping(mapping | changed)
+    assert told in str(error.value)

@@ -300,6 +300,27 @@ def test_a_llama_4_matches_one_process(plan):
     assert max(differences.values()) < 1e-8, differences
 
 
+PREDICTION_PLANS = {
+    name: (PLANS | SPARSE_PLANS)[name]
+    for name in (
+        *("dp2", "zero1 dp2", "zero3 dp4", "hsdp2x2", "tp2", "tp2 sp, selective recompute", "cp2", "compiled"),
+        *("pp2 1f1b", "pp2 interleaved", "pp2 zbv", "pp4 chimera, N=8", "pp2 zero3 dp2", "pp2 chimera hsdp2x2"),
+        *("tp2 cp2", "tp2 pp2 zero2 dp2", "zero3 dp2, full recompute"),
+    )
+}
+
+
+@pytest.mark.parametrize("plan", cases(PREDICTION_PLANS, narrow={"tp2 cp2", "pp2 zbv"}))
+@pytest.mark.parametrize(
+    "spec",
+    [replace(UNTIED, mtp_layers=2), *(nightly(replace(spec, mtp_layers=1)) for spec in (TIED, RELATIVE, OTHER_SPARSE))],
+    ids=["plain", "tied", "relative", "experts"],
+)
+def test_prediction_modules_match_one_process(spec, plan):
+    differences = largest_differences(plan, spec=spec)
+    assert max(differences.values()) < 1e-8, differences
+
+
 @pytest.mark.parametrize("plan", cases({"zero3 dp4": PLANS["zero3 dp4"]}, narrow=()))
 def test_experts_that_the_sharding_ranks_cannot_share_are_sharded_by_their_rows(plan):
     differences = largest_differences(plan, spec=replace(SPARSE, moe=SPARSE.moe.model_copy(update={"num_experts": 6})))
