@@ -150,7 +150,7 @@ class Llama(nn.Module):
         """Return the residual stream after the layers, and the normalised hidden states of the prediction modules."""
         num_layers = self.spec.num_layers
         later = () if batch is None else batch.later
-        layers = range(layers.start, min(layers.stop, num_layers + len(later)))
+        held = [index for index in layers if index < num_layers + len(later)]
         num_tokens = inputs.shape[1] * (1 if layers.start == 0 else self.sequence_shards)
         index_S = self.sequence_index(num_tokens, inputs.device)
         positions_BS = None if batch is None else batch.positions_BS
@@ -159,16 +159,16 @@ class Llama(nn.Module):
         if places_BS.shape[1] > num_tokens:  # the mask is that of whole rows
             places_BS = places_BS[:, index_S]
         wide = torch.promote_types(self.compute_dtype, torch.float32)
-        kinds = [self.spec.positions(index) for index in layers]
+        kinds = [self.spec.positions(index) for index in held]
         positions = {kind: positional(kind, places_BS, wide) for kind in dict.fromkeys(kinds)}
-        needs = [self.spec.attention(index) for index in layers]
+        needs = [self.spec.attention(index) for index in held]
         masks = {one: self._mask(one, positions_BS, index_S, documents) for one in dict.fromkeys(needs)}
         x_BSD = inputs
         if layers.start == 0 and self.tok_embeddings is not None:
             x_BSD = self._embed(self.tok_embeddings, inputs)
         ahead_BSD = x_BSD
         predictions: list[Tensor] = []
-        for index, kind, one in zip(layers, kinds, needs, strict=True):
+        for index, kind, one in zip(held, kinds, needs, strict=True):
             block = self.layers[str(index)]
             if index < num_layers:
                 x_BSD = ahead_BSD = block(x_BSD, positions[kind], masks[one])
