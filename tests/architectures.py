@@ -32,6 +32,7 @@ SAME_BLOCK = {
     "max_context": "which sequences are refused",
     "default_seq_len": "how long the sequences of a training are",
     "instruct": "on what it is trained",
+    "moe.balance_bias_rate": "what happens to numbers between steps",
     "base": "how fast it is trained, and how it begins",
 }
 """The fields that cannot change what a block holds, computes or sends, with what they are instead."""
@@ -81,6 +82,7 @@ VALUES = {
     "moe.gate_scale": (1.0, 2.5),
     "moe.expert_groups": (1, 4),
     "moe.groups_per_token": (1, 2),
+    "moe.balance_bias": (False, True),
     "moe.gate_inputs": (False, True),
     "moe.biases": (False, True),
     "moe.balance_loss_coefficient": (0.01, 0.0),

@@ -18,6 +18,7 @@ from llama_core.config.rope import YarnScaling
 from llama_core.config.run import TrainingConfig
 from llama_core.config.strategy import MATRICES, TARGETS, LoRA, MoE
 from llama_core.models.batch import IGNORE_INDEX, Batch
+from llama_core.models.llama import named_weights
 from llama_core.models.objective import PreparingObjective
 from llama_core.models.preferences import answer_log_probabilities, answers_of_row
 from llama_core.parallel.apply import ParallelModel
@@ -66,7 +67,16 @@ UNFUSED_RELATIVE = replace(RELATIVE, attention_soft_cap=0.5)
 SPARSE_RELATIVE = replace(OTHER_RELATIVE, moe=MoE(num_experts=4, gates="softmax_all"))
 OTHER_SPARSE = replace(
     UNTIED,
-    moe=SPARSE.moe.model_copy(update={"gates": "sigmoid", "gate_inputs": True, "biases": True, "shared_size": 40}),
+    moe=SPARSE.moe.model_copy(
+        update={
+            "gates": "sigmoid",
+            "gate_inputs": True,
+            "biases": True,
+            "shared_size": 40,
+            "balance_bias": True,
+            "balance_bias_rate": 0.05,
+        }
+    ),
 )
 """Experts with other values of their traits."""
 OF_GPT_OSS = replace(
@@ -283,7 +293,7 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
         "losses": {"": _array([step.loss for step in steps])},
         "norms": {"": _array([step.grad_norm for step in steps])},
         "gradients": gradients,
-        "weights": {name: _whole(parameter.detach()) for name, parameter in engine.model.named_parameters()},
+        "weights": {name: _whole(weight.detach()) for name, weight in named_weights(engine.model)},
         "evaluation": {"": _array(evaluated.losses)},
     }
 

@@ -10,6 +10,7 @@ from llama_core.attention import AttentionNeeds
 from llama_core.config import nf4
 from llama_core.config.model_types import NO_TRAITS, STATED_BY_ALL, ModelType, nearest_type
 from llama_core.config.model_weights import (
+    BALANCE_BIAS,
     EMBEDDING_WEIGHT,
     FINAL_NORM_WEIGHT,
     HEAD_WEIGHT,
@@ -466,6 +467,19 @@ class ModelSpec:
         return {name: self.shape_of(weight) for name, weight in self._weights()}
 
     @cached_property
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each weight that is no parameter by our names: the balance biases, which no gradient moves."""
+        if self.moe is None or not self.moe.balance_bias:
+            return {}
+        sparse = filter(self.has_experts, range(self.num_blocks))
+        return {f"layers.{layer}.{BALANCE_BIAS.name}": self.shape_of(BALANCE_BIAS) for layer in sparse}
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of all that files hold of the model by our names: its parameters and buffers, without adapters."""
+        return self.parameter_shapes | self.buffer_shapes
+
+    @cached_property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
         """Columns and rows of each matrix of a layer that is no router and of no expert, by Hugging Face's names."""
         shapes: dict[str, tuple[int, int]] = {}
@@ -530,6 +544,11 @@ class ModelSpec:
             if is_of_experts(name) or any(matches(name, pattern, self.model_type) for pattern in self.trainable):
                 trained.add(name)
         return frozenset(trained)
+
+    @cached_property
+    def saved_in_full(self) -> frozenset[str]:
+        """Names of the weights that a checkpoint holds themselves: those trained in full, and the balance biases."""
+        return self.trained_in_full | self.buffer_shapes.keys()
 
     @cached_property
     def adapted(self) -> frozenset[str]:

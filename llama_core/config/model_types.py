@@ -36,6 +36,7 @@ NO_TRAITS: Mapping[str, str] = {
     "trainable": "which weights are trained",
     "base": "how fast they are trained, and how they begin",
     "moe.z_loss_coefficient": "what is added to the loss of a training",
+    "moe.balance_bias_rate": "how fast experts are balanced in a training",
 }
 """Those that do not change what its weights compute, with what they are instead."""
 

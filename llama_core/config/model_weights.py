@@ -77,6 +77,10 @@ _MIXTURE = (
     _bias("feed_forward.experts.w3.bias", "block_sparse_moe.experts.{}.w3.bias", "num_experts", "expert_size",
           only_with="expert_biases"),
 )
+BALANCE_BIAS = Weight(
+    "feed_forward.balance_bias", "mlp.gate.e_score_correction_bias", ("num_experts",), "router", "zeros", decayed=False
+)
+"""The only weight that is no parameter: it moves by what experts got, without a gradient. Named as in DeepSeek-V3."""
 # named as in DeepSeek-V3, whose several shared experts are one of their widths together
 _SHARED = (
     Weight("feed_forward.shared.w1.weight", "mlp.shared_experts.gate_proj.weight",
@@ -104,13 +108,16 @@ ATTENTION_POST_NORM, FFN_POST_NORM = "post_self_attn_layernorm", "post_mlp_layer
 
 _IN_LAYERS = {
     weight.name: weight
-    for weight in (*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, *_SHARED, *_AFTER_FEED_FORWARD, *_PREDICTION)
+    for weight in (
+        *(*_ATTENTION, *_FEED_FORWARD, *_MIXTURE, BALANCE_BIAS, *_SHARED),
+        *(*_AFTER_FEED_FORWARD, *_PREDICTION),
+    )
 }
 _OUTSIDE_LAYERS = {weight.name: weight for weight in (EMBEDDING_WEIGHT, FINAL_NORM_WEIGHT, HEAD_WEIGHT)}
 SHOWN_BY_NAMES = frozenset(weight.only_with for weight in _IN_LAYERS.values() if weight.only_with is not None)
 """The traits of models that have weights which others lack."""
 _ON_EMBEDDING = EMBEDDING_WEIGHT.name.removesuffix("weight")
-_OF_EXPERTS = frozenset(weight.name for weight in _MIXTURE)
+_OF_EXPERTS = frozenset(weight.name for weight in (*_MIXTURE, BALANCE_BIAS))
 DIVIDED_INPUTS = frozenset({"embed_tokens"}).union(
     _part(weight) for weight in (*_ATTENTION, *_FEED_FORWARD, *_SHARED) if weight.divided == "inputs"
 )

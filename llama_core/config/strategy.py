@@ -289,6 +289,12 @@ class MoE(_Strategy):
     """Groups of equally many experts; a token chooses among those of its best groups only, as in DeepSeek-V3."""
     groups_per_token: int = Field(1, ge=1)
     """How many groups that are. A group's score is the sum of the scores of its two best experts."""
+    balance_bias: bool = False
+    """Whether each expert has a number that joins its score when experts are chosen, but not its gate, as in
+    DeepSeek-V3. It balances experts without a loss."""
+    balance_bias_rate: float = Field(0.001, ge=0)
+    """By how much that grows after a step in which the expert got fewer tokens than the mean, and shrinks after one in
+    which it got more; default: DeepSeek-V3's; 0: it stays."""
     balance_loss_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss that spreads tokens evenly over experts, summed over layers; default: Switch Transformer's."""
     z_loss_coefficient: float = Field(0.001, ge=0)
@@ -325,6 +331,11 @@ class MoE(_Strategy):
     def has_sigmoids(self) -> bool:
         """Whether the scores of experts are sigmoids of their logits; otherwise they are a softmax."""
         return self.gates in {"sigmoid", "sigmoid_chosen"}
+
+    @property
+    def chooses_by_scores(self) -> bool:
+        """Whether scores of experts decide which are chosen, and are not in the order of their logits."""
+        return self.balance_bias or self.expert_groups > 1
 
     @property
     def experts_to_choose_from(self) -> int:

@@ -257,7 +257,7 @@ def names_with_adapters(spec: ModelSpec, origin: Origin) -> frozenset[str]:
     if not is_checkpoint(origin.adapters):
         return frozenset(spec.adapter_shapes)
     source_spec = saved_run(origin.adapters).spec
-    return source_spec.trained_in_full | source_spec.adapter_shapes.keys()
+    return source_spec.saved_in_full | source_spec.adapter_shapes.keys()
 
 
 def is_checkpoint(source: Path) -> bool:
@@ -336,7 +336,7 @@ def hugging_face_weights(
     _check_fixed(spec, source_spec, folder)
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored: dict[str, tuple[StoredTensor, ...]] = {}
-    for name in spec.parameter_shapes:
+    for name in spec.weight_shapes:
         found = tuple(tensors[stored] for stored in hugging_face_names(name, spec))
         first = found[0]
         stored[name] = first.matrices if isinstance(first, Mxfp4Tensor) else found

@@ -29,7 +29,7 @@ def is_per_expert(name: str, spec: ModelSpec) -> bool:
 
 def other_layouts(spec: ModelSpec) -> dict[str, Layout]:
     """Return how Hugging Face lays out those of our parameters that it does not lay out as we do, by our names."""
-    layouts = {name: layout_of(name, spec.model_type) for name in spec.parameter_shapes}
+    layouts = {name: layout_of(name, spec.model_type) for name in spec.weight_shapes}
     return {name: layout for name, layout in layouts.items() if layout != Layout()}
 
 
@@ -41,7 +41,7 @@ def dense_name(name: str) -> str:
 def hugging_face_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight that Hugging Face stores for a model, by its names."""
     shapes = {}
-    for ours, shape in spec.parameter_shapes.items():
+    for ours, shape in spec.weight_shapes.items():
         stored = layout_of(ours, spec.model_type).stored_shape(shape)
         for name in hugging_face_names(ours, spec):
             shapes[name] = stored[1:] if is_per_expert(ours, spec) else stored

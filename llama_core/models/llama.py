@@ -273,6 +273,14 @@ def _document_mask(
     return document_mask(positions_BS, dtype, window)
 
 
+def named_weights(model: Llama) -> Iterator[tuple[str, Tensor]]:
+    """Yield all that files hold of a model, or of a part of one, by name: its parameters, and its balance biases."""
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name in model.spec.buffer_shapes:
+            yield name, buffer
+
+
 @torch.no_grad()
 def initialize_weights(model: Llama, seed: int) -> None:
     """Draw the initial weights of ``model`` in place.
@@ -288,7 +296,7 @@ def initialize_weights(model: Llama, seed: int) -> None:
 
     Source: Radford et al. 2019 (GPT-2), section 2.3, for the scale by depth.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model):
         if name not in model.spec.packed and not takes_principal_part(name, model.spec):
             initialize_parameter(name, parameter, model.spec, seed)
     begin_with_principal_parts(model, partial(_draw_again_, model.spec, seed))

@@ -7,7 +7,7 @@ backward of the gates; the model's loss stays the cross-entropy.
 
 Source: Jiang et al. 2024, arXiv:2401.04088, section 2.1; Fedus et al. 2021, arXiv:2101.03961, section 2.2, for the
 balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits; DeepSeek-AI 2024, arXiv:2412.19437, section
-2.1.2, for groups of experts.
+2.1.2, for groups of experts and for biases that balance them, which ``parallel.balance`` moves.
 """
 
 # Shape suffixes: B batch, S sequence, D model dim, E experts, K experts of a token, G groups of experts, M experts of a
@@ -15,7 +15,7 @@ balance; Zoph et al. 2022, arXiv:2202.08906, equation 5, for the logits; DeepSee
 # O its rows, L layers with experts
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -122,17 +122,29 @@ class MixtureOfExperts(nn.Module):
     """Factor on the gradients of the auxiliary losses, summed over rows: a scalar. None leaves these losses out."""
     statistics: Tensor | None = None
     """Sums over the tokens of all forwards since ``prepare_routers``: tokens of each expert, and ``token_sums``."""
+    balance_bias: Tensor | None
+    """A number for each expert that joins its score when experts are chosen: fp32, [E]. None without."""
 
     def __init__(self, spec: ModelSpec, moe: MoE) -> None:
         super().__init__()
         self.moe = moe
         self.router = Linear(spec.hidden_size, moe.num_experts, bias=moe.biases)
+        zeros_E = torch.zeros(moe.num_experts, dtype=torch.float32) if moe.balance_bias else None
+        self.register_buffer("balance_bias", zeros_E)
         self.experts = Experts(spec, moe.num_experts)
         self.shared = SharedExpert(spec) if moe.shared_size else None
         self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = _run_here
         """Sends tokens, sorted by expert, [R, D], through the experts, given the number of each expert's tokens."""
         self.count_rows: Callable[[Tensor], Tensor] = unchanged
         """Returns the tokens of each row and expert, [B, E], over whole sequences, from those of the part held here."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the weights, but keep the balance biases in fp32, since a step changes them by little."""
+        bias_E = self.balance_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if bias_E is not None and self.balance_bias is not None and self.balance_bias.dtype != torch.float32:
+            self.balance_bias = bias_E.to(self.balance_bias.device)
+        return self
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the experts' outputs, weighted by the gates, plus that of the shared one, as ``x_BSD`` is.
@@ -146,7 +158,8 @@ class MixtureOfExperts(nn.Module):
         """Return the experts' outputs, weighted by the gates."""
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = self.router(x_BSD.to(wide))
-        gates_BSK, chosen_BSK = choose_experts(logits_BSE, self.moe)
+        bias_E = None if self.balance_bias is None else local_part(self.balance_bias)
+        gates_BSK, chosen_BSK = choose_experts(logits_BSE, self.moe, bias_E)
         held_BE = _count(chosen_BSK, self.moe.num_experts)
         if self.auxiliary_scale is not None and torch.is_grad_enabled():
             gates_BSK = self._watched(gates_BSK, logits_BSE, held_BE, self.auxiliary_scale)
@@ -178,13 +191,19 @@ class MixtureOfExperts(nn.Module):
         return gates
 
 
-def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
-    """Return the gates of each token's experts, [B, S, K], and these experts, int64."""
-    if moe.expert_groups == 1:  # scores are in the order of their logits
-        best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
-    else:
-        chosen_BSK = _best_of_groups(_scores(logits_BSE.detach(), moe), moe)
+def choose_experts(logits_BSE: Tensor, moe: MoE, balance_bias_E: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the gates of each token's experts, [B, S, K], and these experts, int64.
+
+    Args:
+        logits_BSE: the router's logits.
+        moe: how experts are chosen, and what makes gates.
+        balance_bias_E: what joins the score of each expert when experts are chosen.
+    """
+    if moe.chooses_by_scores:
+        chosen_BSK = _best_by_score(logits_BSE.detach(), moe, balance_bias_E)
         best_BSK = logits_BSE.gather(-1, chosen_BSK)
+    else:
+        best_BSK, chosen_BSK = logits_BSE.topk(moe.experts_per_token, dim=-1)
     match moe.gates:
         case "softmax_chosen":
             gates_BSK = best_BSK.softmax(-1)
@@ -198,19 +217,19 @@ def choose_experts(logits_BSE: Tensor, moe: MoE) -> tuple[Tensor, Tensor]:
     return gates_BSK if moe.gate_scale == 1.0 else gates_BSK * moe.gate_scale, chosen_BSK
 
 
-def _scores(logits_BSE: Tensor, moe: MoE) -> Tensor:
-    return logits_BSE.sigmoid() if moe.has_sigmoids else logits_BSE.softmax(-1)
-
-
-def _best_of_groups(scores_BSE: Tensor, moe: MoE) -> Tensor:
+def _best_by_score(logits_BSE: Tensor, moe: MoE, balance_bias_E: Tensor | None) -> Tensor:
     """Return the experts of each token with the highest scores, int64 [B, S, K], all of them in its best groups."""
-    scores_BSGM = scores_BSE.view(*scores_BSE.shape[:-1], moe.expert_groups, -1)
-    best_two = scores_BSGM.topk(min(2, scores_BSGM.shape[-1]), dim=-1).values
-    groups_BSG = best_two.sum(-1)
-    chosen_groups = groups_BSG.topk(moe.groups_per_token, dim=-1).indices
-    is_left_out_BSG = torch.ones_like(groups_BSG, dtype=torch.bool).scatter(-1, chosen_groups, value=False)
-    left_BSGM = scores_BSGM.masked_fill(is_left_out_BSG[..., None], -torch.inf)
-    return left_BSGM.view_as(scores_BSE).topk(moe.experts_per_token, dim=-1).indices
+    scores_BSE = logits_BSE.sigmoid() if moe.has_sigmoids else logits_BSE.softmax(-1)
+    if balance_bias_E is not None:
+        scores_BSE = scores_BSE + balance_bias_E
+    if moe.expert_groups > 1:
+        scores_BSGM = scores_BSE.view(*scores_BSE.shape[:-1], moe.expert_groups, -1)
+        best_two = scores_BSGM.topk(min(2, scores_BSGM.shape[-1]), dim=-1).values
+        groups_BSG = best_two.sum(-1)
+        chosen_groups = groups_BSG.topk(moe.groups_per_token, dim=-1).indices
+        is_left_out_BSG = torch.ones_like(groups_BSG, dtype=torch.bool).scatter(-1, chosen_groups, value=False)
+        scores_BSE = scores_BSGM.masked_fill(is_left_out_BSG[..., None], -torch.inf).view_as(scores_BSE)
+    return scores_BSE.topk(moe.experts_per_token, dim=-1).indices
 
 
 def token_sums(logits_BSE: Tensor, tokens_BE: Tensor, *, sigmoids: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -71,9 +71,9 @@ class Copies:
 
     def __init__(self, model: Llama, group: dist.ProcessGroup, plan: ParallelPlan) -> None:
         self.model = model
-        # no init_sync: the seed already makes all copies equal
+        # no init_sync: the seed already makes all copies equal, and buffers stay so
         self.replica = DistributedDataParallel(
-            model, process_group=group, init_sync=False, gradient_as_bucket_view=True
+            model, process_group=group, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
         )
         self.call: Callable[..., Tensor] = self.replica
         self._powersgd: powerSGD_hook.PowerSGDState | None = None

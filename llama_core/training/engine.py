@@ -26,6 +26,7 @@ from llama_core.models.llama import Llama, packed_modules
 from llama_core.models.objective import build_objective
 from llama_core.optimizers.traits import RATE
 from llama_core.parallel.apply import ParallelModel
+from llama_core.parallel.balance import move_balance_biases
 from llama_core.parallel.deepspeed import DeepSpeedModel
 from llama_core.parallel.gradients import Update
 from llama_core.parallel.pipeline import OnPhase
@@ -220,6 +221,7 @@ class NativeEngine:
             group["lr"] = learning_rate * group.get(RATE, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        move_balance_biases(self.model, updated)
         self.parallel.weights_changed()
         self.parallel.data.end_step(updated)
         return Update(grad_norm, updated)

@@ -35,6 +35,7 @@ from llama_core.models.llama import (
     Llama,
     begin_with_principal_parts,
     initialize_parameter,
+    named_weights,
     pack_matrices,
     takes_principal_part,
     with_adapters,
@@ -92,7 +93,7 @@ class Pretrained:
         origin = origin_of(source)
         stored = stored_model(spec, origin)
         base = base_source(stored, origin)
-        self._sources: dict[str, WeightSource] = dict.fromkeys(spec.parameter_shapes, base)
+        self._sources: dict[str, WeightSource] = dict.fromkeys(spec.weight_shapes, base)
         if stored.moe != spec.moe:
             self._sources = {
                 name: base if dense_name(name) == name else Copied(base)
@@ -105,8 +106,8 @@ class Pretrained:
 
     @torch.no_grad()
     def fill(self, model: Llama) -> None:
-        """Read every parameter of ``model``, or this rank's part of it, converted to the parameter's dtype."""
-        for name, parameter in model.named_parameters():
+        """Read every weight of ``model``, or this rank's part of it, converted to the weight's dtype."""
+        for name, parameter in named_weights(model):
             takes_part = takes_principal_part(name, self._spec)
             # set below from whole matrices
             is_rest = takes_part and name in self._spec.adapted

@@ -145,7 +145,7 @@ class AsHuggingFaceStores:
 
     def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
         self._source = source
-        self._shapes = spec.parameter_shapes
+        self._shapes = spec.weight_shapes
         self._per_expert = frozenset(name for name in self._shapes if is_per_expert(name, spec))
         self._layouts = other_layouts(spec)
         self._places: dict[str, list[tuple[str, int]]] = {}
@@ -196,7 +196,7 @@ class Merged:
     def read(self, name: str, into: Tensor) -> None:
         """Set ``into`` to a weight, merged if it is adapted."""
         if name not in self.spec.adapted:
-            (self.adapters if name in self.spec.trained_in_full else self.base).read(name, into)
+            (self.adapters if name in self.spec.saved_in_full else self.base).read(name, into)
             return
         whole = _read(self.base, name, into.shape)
         path = name.removesuffix("weight")

@@ -19,6 +19,7 @@ SPEC = ModelSpec("out", "llama", 64, 2, 4, 2, 16, 96, 128, 1e4, 1e-5, 256, 256)
 FIELDS = {trait.name for trait in fields(ModelSpec)} | {f"moe.{key}" for key in MoE.model_fields}
 NOT_YET = {
     "attention_soft_cap": {"attention_soft_cap": 30.0},
+    "moe.balance_bias": {"moe": MoE(balance_bias=True)},
     "moe.gate_scale": {"moe": MoE(gate_scale=2.5)},
     "moe.expert_groups": {"moe": MoE(expert_groups=4, groups_per_token=2)},
     "moe.groups_per_token": {"moe": MoE(expert_groups=4, groups_per_token=2)},
@@ -77,6 +78,7 @@ BESIDE = {
     "trainable": {"lora": LoRA(), "trainable": ("*norm*",)},
     "base": {"base": BaseShape(32, 2)},
     "moe.z_loss_coefficient": {"moe": MoE(z_loss_coefficient=0.5)},
+    "moe.balance_bias_rate": {"moe": MoE(balance_bias_rate=0.5)},
 }
 """The same of the fields that are no traits."""
 

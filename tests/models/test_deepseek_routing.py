@@ -20,12 +20,14 @@ ROUTING = MoE(
     gate_scale=2.5,
     expert_groups=4,
     groups_per_token=2,
+    balance_bias=True,
 )
 WITHOUT = {
     "nothing": {},
     "groups": {"expert_groups": 1, "groups_per_token": 1},
     "division by the sum": {"gates": "sigmoid"},
     "a scale": {"gate_scale": 1.0},
+    "biases": {"balance_bias": False},
 }
 SHAPE = (2, 64, UNTIED.hidden_size)
 
@@ -50,8 +52,10 @@ def both(moe):
     theirs = theirs_of(moe)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        for weight in (*ours.parameters(), *ours.buffers()):
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+        if moe.balance_bias:
+            theirs.gate.e_score_correction_bias.copy_(ours.balance_bias)
         theirs.gate.weight.copy_(ours.router.weight)
         theirs.experts.gate_up_proj.copy_(torch.cat((ours.experts.w1.weight, ours.experts.w3.weight), dim=1))
         theirs.experts.down_proj.copy_(ours.experts.w2.weight)
@@ -80,6 +84,17 @@ def test_groups_decide_which_experts_are_chosen():
     assert max(len(set(groups.tolist())) for groups in of_groups) == ROUTING.groups_per_token
     without = choose_experts(logits, ROUTING.model_copy(update=WITHOUT["groups"]))[1]
     assert not torch.equal(chosen.sort().values, without.sort().values)
+
+
+def test_a_balance_bias_decides_who_is_chosen_and_not_the_gates():
+    logits = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(3))
+    alone = ROUTING.model_copy(update=WITHOUT["groups"])
+    _, unbiased = choose_experts(logits, alone, torch.zeros(16))
+    gates, chosen = choose_experts(logits, alone, torch.arange(16.0))
+    assert set(chosen.unique().tolist()) == {12, 13, 14, 15} != set(unbiased.unique().tolist())
+    sigmoids = logits[..., 12:].sigmoid()
+    expected = 2.5 * (sigmoids / sigmoids.sum(-1, keepdim=True)).gather(-1, chosen - 12)
+    torch.testing.assert_close(gates, expected)
 
 
 def test_gates_add_up_to_their_scale_even_where_all_sigmoids_underflow():

@@ -285,7 +285,14 @@ def test_a_fake_step_has_the_shapes_of_a_real_one_and_counts_the_flops_of_active
     assert counted == 3 * 3 * 2 * pairs * SPEC.hidden_size * SPEC.ffn_size
 
 
-@pytest.mark.parametrize("traits", [{}, {"gate_inputs": True, "gates": "sigmoid", "shared_size": 40, "biases": True}])
+@pytest.mark.parametrize(
+    "traits",
+    [
+        {},
+        {"gate_inputs": True, "gates": "sigmoid", "shared_size": 40, "biases": True},
+        {"gates": "sigmoid_chosen", "gate_scale": 2.5, "balance_bias": True, "num_experts": 8, "expert_groups": 2},
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_layer_is_one_graph_and_computes_the_same(dtype, traits):
     graphs = []

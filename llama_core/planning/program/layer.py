@@ -93,6 +93,8 @@ class Layer(AttentionProgram):
             product = logits
             logits = self.add(logits, self.vector(moe.num_experts, is_trained=True, is_partial=self.setting.tp > 1))
             self.end(wide, product)
+        if moe.balance_bias:
+            self.undivided_bytes += FP32_BYTES * moe.num_experts
         chosen, gates = self.choose_experts(logits, copies, moe)
         sums = self.result("log_sum_exp", [logits], Size(self.tokens, FP32_BYTES))
         log_probabilities = self.log_probabilities(logits, sums, moe)
@@ -120,8 +122,8 @@ class Layer(AttentionProgram):
         """Return the experts of every token, and their gates."""
         size = Size(copies, FP32_BYTES)
         index = Size(copies, INT64_BYTES)
-        if moe.expert_groups > 1:
-            # scores of all experts, and these again without those of other groups
+        if moe.chooses_by_scores:
+            # scores of all experts, and these again with biases or without those of other groups
             workspace = BothWays(2 * self.num_bytes[logits], 0)
             _, chosen = self.add_operation("decide", [logits], size, index, workspace=workspace)
         elif moe.gates == "softmax_all":
@@ -132,7 +134,7 @@ class Layer(AttentionProgram):
             of_all = self.result("softmax", [logits], self.sizes[logits])
             gates = self.result("pick", [of_all, chosen], size)
         else:
-            if moe.expert_groups > 1:
+            if moe.chooses_by_scores:
                 best = self.result("pick", [logits, chosen], size)
             gates = self.gates(best, moe)
         if moe.gate_scale != 1.0:
