@@ -100,6 +100,16 @@ _WORKSPACES: dict[Any, Callable[..., tuple[int, ...]]] = {
 """Bytes of the buffers that an operator holds while it runs on CUDA; on fake tensors it makes none."""
 
 
+def _copy_of_input(_: Tensor, reduced: Tensor, *__: Any) -> tuple[int, ...]:
+    return (reduced.nbytes,)
+
+
+_WORKSPACES_ON_CPU: dict[Any, Callable[..., tuple[int, ...]]] = {
+    torch.ops.c10d._reduce_scatter_base_: _copy_of_input,
+}
+"""The same on a CPU, where gloo sums up a copy of what it reduces."""
+
+
 class _FirstAddend(TorchDispatchMode):
     """Notes how many owners the first addend of a sum has, and its memory."""
 
@@ -207,15 +217,17 @@ class ByteCounter(TorchDispatchMode):
 
     Args:
         block_bytes: the allocator's unit; every storage is rounded up to a multiple of it.
+        on_cuda: whether the code would run on CUDA, if its tensors are fake.
     """
 
-    def __init__(self, block_bytes: int = CUDA_BLOCK_BYTES) -> None:
+    def __init__(self, block_bytes: int = CUDA_BLOCK_BYTES, *, on_cuda: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.category: Category = "temporaries"
         self.phase: Phase = "forward"
         self.landmark = "the start"
         """The last named place that the program passed, to help people find the peak."""
         self._block_bytes = block_bytes
+        self._on_cuda = on_cuda
         self._blocks: dict[int, _Block] = {}
         self._alive: Counter[Category] = Counter()
         self._num_born = 0
@@ -407,10 +419,12 @@ class ByteCounter(TorchDispatchMode):
             self._take_over(args[0], out)
         return out
 
-    @staticmethod
-    def _workspace(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Return the bytes of each buffer that an operator would hold on CUDA while it runs."""
-        return _WORKSPACES[func.overloadpacket](*args) if func.overloadpacket in _WORKSPACES else ()
+    def _workspace(self, func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the bytes of each buffer that an operator would hold while it runs, if it makes none here."""
+        workspaces = _WORKSPACES if self._on_cuda else _WORKSPACES_ON_CPU
+        buffers_of = workspaces.get(getattr(func, "overloadpacket", None))
+        has_own = not self._on_cuda and not isinstance(args[0], FakeTensor)
+        return () if buffers_of is None or has_own else buffers_of(*args)
 
     def _label_buffers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Label the buffers in which ``fully_shard`` gathers and reduces, and the tensors of other transfers."""

@@ -24,7 +24,7 @@ from llama_core.parallel import apply
 from llama_core.parallel.apply import ParallelModel
 from llama_core.parallel.pipeline import _Execution
 from llama_core.parallel.zero import DataParallel, Sharded
-from llama_core.planning.kernels import attention_kernel
+from llama_core.planning.kernels import attention_kernel, runs_on_cuda
 from llama_core.planning.memory.profile import Category, Phase
 from llama_core.planning.plan import ParallelPlan
 from llama_core.rehearsal.before import with_rows_before
@@ -125,7 +125,7 @@ def trace_steps(
 
     ``model`` has no memory yet; its tensors may be real or fake.
     """
-    counter = ByteCounter()
+    counter = ByteCounter(on_cuda=runs_on_cuda(config))
     with counter:
         tracer = _Tracer(model.materialize(), config, counter, folds=folds)
         whole = tuple(tracer.pipeline.actions)

@@ -365,6 +365,27 @@ def test_both_phases_of_a_rank_with_a_large_tied_embedding_are_estimated_within_
             assert sum(estimate.phases[phase].values()) == pytest.approx(counted, rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [
+        (zero(3, dp_shard=2, ep=2, num_microbatches=1), None),  # experts of their own on every rank
+        nightly(zero(3, ep=2, num_microbatches=1), None),
+        (zero(3, ep=2, num_microbatches=1), 2),
+        nightly(zero(3, ep=2, recompute="full"), None),
+        nightly(zero(2, ep=2), 2),
+        nightly(zero(1, ep=4), None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_experts_on_other_ranks_than_the_rest_are_estimated_within_half_a_percent(plan, layers, device, monkeypatch):
+    moe = MoE(num_experts=8, expert_size=1024, moe_layers=layers)
+    monkeypatch.setitem(models._REGISTRY, "sparse", replace(MEDIUM, name="sparse", vocab_size=512, moe=moe))
+    config = medium("sparse", ("training.precision=bf16", f"launch.device={device}"))
+    counted = rehearse(config, plan).profile.peak_bytes
+    assert estimated(config, plan).peak_bytes == pytest.approx(counted, rel=0.005)
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero3", "tp2", "1f1b copies"])
 def test_estimate_and_rehearsal_of_many_ranks_agree_on_every_category_at_the_end_of_the_forward(name):
     config, plan = medium(), PLANS[name]

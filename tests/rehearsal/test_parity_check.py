@@ -50,6 +50,13 @@ def test_a_small_copy_of_a_relative_matches_one_process_and_the_rehearsed_bytes(
     assert result.agrees, result.summary()
 
 
+def test_a_small_copy_of_unequal_layers_matches_the_rehearsed_bytes_where_gloo_copies_what_it_reduces():
+    """Its second layer has experts, so that the reduction of that layer's gradients is the peak."""
+    plan = ParallelPlan(dp_shard=4, ep=2, zero_stage=3)
+    result = check_parity(RunConfig.from_mapping({"model": "llama4_maverick"}), plan)
+    assert result.agrees, result.summary()
+
+
 def test_a_small_copy_has_the_configured_traits_and_needs_no_recorded_folder():
     traits = {"rope_theta": 2e4, "rope_scaling": {"factor": 2.0}, "tied_embeddings": True}
     asked = RunConfig.from_mapping({"model": "llama2_7b", "architecture": traits})

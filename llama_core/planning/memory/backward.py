@@ -48,7 +48,9 @@ class Backward:
                     layer=layer,
                     done=self._done_above(layer),
                     largest=self.layers[layer].program.largest_trained,
+                    extra=self.gathered.prefetched(layer),
                     experts=self.stage.weights.experts[layer],
+                    others=self.gathered.others_of_experts(self.at, layer),
                 )
         yield from self._in_embedding()
         if self.is_sharded:
@@ -251,6 +253,7 @@ class Backward:
         extra: int = 0,
         accumulated: bool = False,
         experts: int = 0,
+        others: int = 0,
     ) -> Snapshot:
         """Return the snapshot in which ``fully_shard`` reduces the gradients of a unit.
 
@@ -262,11 +265,12 @@ class Backward:
             extra: bytes of the next unit, minus those already dropped.
             accumulated: whether another stage has made gradients of the unit.
             experts: parameters of the unit that are reduced apart, before the others.
+            others: bytes of the unit's gathered weights that are kept until then.
         """
         at = self.at
         gradients = self.gradients
         has_earlier = accumulated or at.accumulated > 0
-        reduction = gradients.in_reduction(at, unit, largest, accumulated=has_earlier, experts=experts)
+        reduction = gradients.in_reduction(at, unit, largest, accumulated=has_earlier, experts=experts, others=others)
         return self._snapshot(
             gradients=gradients.held(at, done) + reduction.gradients,
             activations=self.kept.below[layer],

@@ -67,6 +67,12 @@ class GatheredWeights:
         """Return the bytes of the buffers of a unit's gather, if that is for its own forward and backward alone."""
         return self.itemsize * self.fetched[place + 1] if self.at_work(place) else 0
 
+    def others_of_experts(self, at: Position, layer: int) -> int:
+        """Return the bytes of a layer's gathered weights that a backward drops only when its experts are reduced."""
+        experts = self.experts[layer + 1]
+        is_dropped = self.drops or at.is_final
+        return self.itemsize * (self.in_order[layer + 1] - experts) if experts and is_dropped else 0
+
     def _waiting(self, number: int) -> int:
         """Return the parameters of a unit's buffer that is kept until the next unit is unpacked: its last one."""
         experts = self.experts[number]

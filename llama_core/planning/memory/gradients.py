@@ -48,6 +48,8 @@ class StageGradients:
         self.has_buckets = work.plan.averages_in_buckets
         """Whether copies of the model average their gradients in buckets, which always exist."""
         self.resharding = Resharding.of(work.plan)
+        self.copies_buffers = not work.on_cuda
+        """Whether gloo reduces a copy of each buffer, as on a CPU."""
         self.shards_often = self.resharding.shards_gradients
         """Whether every backward reduces its gradients into shards."""
         self.itemsize = work.itemsize if weights.is_sharded else FP32_BYTES
@@ -160,7 +162,9 @@ class StageGradients:
         """Return the bytes of the buffer from which a backward reduces the gradients of a unit (``chunk_cat``)."""
         return FP32_BYTES * unit if self.reduces(at) else 0
 
-    def in_reduction(self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int) -> Reduction:
+    def in_reduction(
+        self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int, others: int
+    ) -> Reduction:
         """Return the bytes of a unit's gradients as they are reduced or, if they are reduced later, widened.
 
         Args:
@@ -169,33 +173,48 @@ class StageGradients:
             largest: parameters of the last one, whose gradient is kept a little longer.
             accumulated: whether the unit has gradients of earlier microbatches.
             experts: parameters of the unit that are reduced apart, before the others.
+            others: bytes of gathered weights that are kept until these have been reduced.
         """
-        if experts and self.shards_often:
-            return self._of_two_reductions(unit, largest, experts)
+        if experts and self.reduces(at):
+            return self._of_two_reductions(at, unit, largest, accumulated=accumulated, experts=experts, others=others)
         buffer = self.reduction_buffer(at, unit)
-        return Reduction(self._in_reduction(at, unit, largest, accumulated=accumulated, experts=experts), buffer)
+        copy = buffer if self.copies_buffers and self.weights.num_frozen_shards > 1 else 0
+        made, reduced = self._in_reduction(at, unit, largest, accumulated=accumulated, experts=experts)
+        return max(Reduction(made, buffer), Reduction(reduced, buffer + copy), key=sum)
 
-    def _of_two_reductions(self, unit: int, largest: int, experts: int) -> Reduction:
+    def _of_two_reductions(
+        self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int, others: int
+    ) -> Reduction:
         """Return the bytes of a unit whose experts are reduced first, and whose buffers are freed together."""
-        made = self.itemsize * unit
-        others = self.itemsize * (unit - experts)
+        kept_whole = accumulated and not self.shards_often
+        # the gradients of earlier microbatches, to which torch has added these, are in ``held``
+        made = 0 if kept_whole else self.itemsize * unit
+        made_of_others = 0 if kept_whole else self.itemsize * (unit - experts)
         of_experts = int(FP32_BYTES * self.weights.shard(experts, experts))
-        of_all = int(FP32_BYTES * self.weights.shard(unit, experts))
+        of_others = int(FP32_BYTES * self.weights.shard(unit - experts, 0))
+        # a shard that is added to an earlier one is freed
+        kept = 0 if accumulated else of_experts
         outliving = self.itemsize * largest if self.weights.num_expert_shards > 1 else 0
         buffers = FP32_BYTES * experts, FP32_BYTES * unit
+        copies = 0, 0
+        if self.copies_buffers:
+            copies = buffers[0] if self.weights.num_expert_shards > 1 else 0, buffers[1] - buffers[0]
         instants = (
-            Reduction(made, buffers[0]),
-            Reduction(others + of_experts + outliving, buffers[0]),
-            Reduction(others + of_experts, buffers[1]),
-            Reduction(of_all, buffers[1]),
+            Reduction(made, buffers[0] + others),
+            Reduction(made_of_others + of_experts + outliving, buffers[0] + copies[0] + others),
+            Reduction(made_of_others + kept, buffers[1]),
+            Reduction(kept + of_others, buffers[1] + copies[1]),
         )
         return max(instants, key=sum)
 
-    def _in_reduction(self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int) -> int:
+    def _in_reduction(
+        self, at: Position, unit: int, largest: int, *, accumulated: bool, experts: int
+    ) -> tuple[int, int]:
+        """Return the bytes of a unit's gradients before they are reduced, or widened, and those after."""
         made = self.itemsize * unit
         reduces = self.reduces(at)
         if not reduces and self.itemsize == FP32_BYTES:
-            return 0 if accumulated else made
+            return (0, 0) if accumulated else (made, 0)
         result = int(FP32_BYTES * (self.weights.shard(unit, experts) if reduces else unit))
         if accumulated and not self.shards_often:
             # torch has added it to the earlier gradient, which is in ``held``
@@ -207,4 +226,4 @@ class StageGradients:
         # the last one; with one shard there is no such loop
         outlives = self.weights.num_frozen_shards > 1 or not reduces
         outliving = self.itemsize * largest if outlives else 0
-        return max(made, result + outliving)
+        return made, result + outliving
