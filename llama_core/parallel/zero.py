@@ -71,10 +71,12 @@ class Copies:
 
     def __init__(self, model: Llama, group: dist.ProcessGroup, plan: ParallelPlan) -> None:
         self.model = model
-        # no init_sync: the seed already makes all copies equal, and buffers stay so
+        # no init_sync: the seed already makes all copies equal
         self.replica = DistributedDataParallel(
-            model, process_group=group, init_sync=False, broadcast_buffers=False, gradient_as_bucket_view=True
+            model, process_group=group, init_sync=False, gradient_as_bucket_view=True
         )
+        # their buffers stay equal too; the argument of this name is deprecated, and older torch lacks the new one
+        self.replica.broadcast_buffers = False
         self.call: Callable[..., Tensor] = self.replica
         self._powersgd: powerSGD_hook.PowerSGDState | None = None
         match plan.gradient_compression:
