@@ -248,20 +248,20 @@ def _end_of_data(offsets: Sequence[tuple[int, int]]) -> int:
     return reached
 
 
-def new_header(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> tuple[bytes, dict[str, int]]:
-    """Return the length and header of a file of tensors of one dtype, and the offset of each tensor in the file.
+def new_header(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """Return the length and header of a file of tensors, and the offset of each tensor in the file.
 
     Args:
-        shapes: shapes of the tensors, in the order of their bytes.
-        dtype: the format's name for it.
+        shapes: shapes of the tensors, in the order of their bytes; those of wider dtypes come first, to be aligned.
+        dtypes: the format's names for their dtypes.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without this
     begins = {}
     end = 0
     for name, shape in shapes.items():
         begins[name] = end
-        end = end + math.prod(shape) * FLOAT_BYTES[dtype]
-        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begins[name], end)}
+        end = end + math.prod(shape) * FLOAT_BYTES[dtypes[name]]
+        entries[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": (begins[name], end)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns every tensor to its element size
     first = 8 + len(text)

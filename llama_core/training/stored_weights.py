@@ -28,7 +28,7 @@ from llama_core.hugging_face.pretrained import (
     stored_model,
 )
 from llama_core.hugging_face.weight_files import INDEX, WHOLE, new_header
-from llama_core.hugging_face.weight_names import dense_name, hugging_face_shapes
+from llama_core.hugging_face.weight_names import dense_name, hugging_face_names, hugging_face_shapes
 from llama_core.models import nf4
 from llama_core.models.layers import local_part
 from llama_core.models.llama import (
@@ -223,16 +223,19 @@ def write_hugging_face(
         source = Merged(spec, spec.lora, Rounded(spec, base_source(spec, origin_of(checkpoint))), source)
     source = AsHuggingFaceStores(source, spec)
     shapes = hugging_face_shapes(spec)
+    dtypes = dict.fromkeys(shapes, FORMAT_NAMES[dtype])
+    for name in spec.buffer_shapes:  # a step changes a balance bias by less than 16 bits can tell
+        dtypes |= dict.fromkeys(hugging_face_names(name, spec), FORMAT_NAMES["fp32"])
     itemsize = DTYPES[FORMAT_NAMES[dtype]].itemsize
     shards = list(_shards(shapes, shard_bytes // itemsize))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / file, source, shard, dtype)
+        _write_file(folder / file, source, shard, dtypes)
         weight_map |= dict.fromkeys(shard, file)
         on_file(file)
     if len(shards) > 1:
-        total = itemsize * sum(torch.Size(shape).numel() for shape in shapes.values())
+        total = sum(torch.Size(shape).numel() * DTYPES[dtypes[name]].itemsize for name, shape in shapes.items())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -260,20 +263,28 @@ def write_adapters(checkpoint: Path, spec: ModelSpec, folder: Path, *, dtype: st
     names = {peft_name(name, spec.model_type): name for name in spec.adapter_shapes}
     written = replace(spec, lora=spec.lora.in_folder).adapter_shapes
     shapes = {peft_name(name, spec.model_type): shape for name, shape in written.items()}
-    _write_file(folder / ADAPTERS, source, shapes, dtype, names)
+    _write_file(folder / ADAPTERS, source, shapes, dict.fromkeys(shapes, FORMAT_NAMES[dtype]), names)
 
 
 def _write_file(
     file: Path,
     source: WeightSource,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    dtypes: Mapping[str, str],
     names: Mapping[str, str] | None = None,
 ) -> None:
-    """Write one safetensors file; ``names`` maps the names in the file to the source's, if these differ."""
-    for name, view in _new_file(file, shapes, FORMAT_NAMES[dtype]):
+    """Write one safetensors file.
+
+    Args:
+        file: the file.
+        source: has the weights.
+        shapes: their shapes, by their names in the file.
+        dtypes: the format's names for their dtypes.
+        names: the source's names for them, if these differ.
+    """
+    for name, view in _new_file(file, shapes, dtypes):
         source.read(names[name] if names else name, view)
-        if dtype == "fp16" and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
+        if view.dtype == torch.float16 and any(math.isinf(extreme) for extreme in torch.aminmax(view)):
             raise WeightsError(f"{name} has values above 65504, which fp16 cannot hold; use --dtype bf16")
 
 
@@ -292,10 +303,14 @@ def _shards(shapes: Mapping[str, tuple[int, ...]], most: int) -> Iterator[dict[s
     yield shard
 
 
-def _new_file(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> Iterator[tuple[str, Tensor]]:
+def _new_file(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
     """Write a safetensors file, yielding each of its tensors for the caller to fill."""
-    beginning, places = new_header(shapes, dtype)
-    sizes = {name: torch.Size(shape).numel() * DTYPES[dtype].itemsize for name, shape in shapes.items()}
+    # the widest first, so that each begins at a multiple of its elements' bytes
+    shapes = dict(sorted(shapes.items(), key=lambda item: -DTYPES[dtypes[item[0]]].itemsize))
+    beginning, places = new_header(shapes, dtypes)
+    sizes = {name: torch.Size(shape).numel() * DTYPES[dtypes[name]].itemsize for name, shape in shapes.items()}
     total = len(beginning) + sum(sizes.values())
     with file.open("w+b") as opened:
         os.posix_fallocate(opened.fileno(), 0, total)  # a full disk raises here; writing to the mapping would kill us
@@ -303,5 +318,5 @@ def _new_file(file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> 
         opened.flush()
         everything = torch.frombuffer(mmap.mmap(opened.fileno(), total), dtype=torch.uint8)
         for name, shape in shapes.items():
-            yield name, everything[places[name] : places[name] + sizes[name]].view(DTYPES[dtype]).view(shape)
+            yield name, everything[places[name] : places[name] + sizes[name]].view(DTYPES[dtypes[name]]).view(shape)
         os.fsync(opened.fileno())

@@ -24,7 +24,7 @@ LORA = RunConfig.from_mapping({"model": "llama3_8b", "architecture": SIZES | {"v
 
 
 def weights(shapes):
-    header, _ = new_header(shapes, "BF16")
+    header, _ = new_header(shapes, dict.fromkeys(shapes, "BF16"))
     return header + bytes(2 * sum(map(math.prod, shapes.values())))
 
 

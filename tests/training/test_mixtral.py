@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_ranks
 from parity import native_engine
+from safetensors.torch import load_file
 from same_logits import TOKENS
 from test_stored_weights import ALONE, differing, filled, lively, save_folder, save_run, train
 from tiers import nightly
@@ -17,10 +18,12 @@ from llama_core.config.run import RunConfig
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError, WeightsError
 from llama_core.hugging_face.pretrained import check_pretrained, resolve_pretrained
+from llama_core.models.llama import named_weights
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.checkpoints import list_checkpoints
 from llama_core.records.directory import RunDirectory
 from llama_core.runs.export import export_run
-from llama_core.training.stored_weights import Pretrained
+from llama_core.training.stored_weights import Pretrained, write_hugging_face
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_size": 48}
 SIZES |= {"vocab_size": 66, "tied_embeddings": False, "max_context": 64}
@@ -229,3 +232,27 @@ def test_every_rank_reads_its_part_of_its_experts(tmp_path, dense):
         ParallelPlan(dp_shard=4, zero_stage=3),
     ):
         assert run_ranks(4, fill, source, plan) == [[]] * 4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shard_bytes", [10**9, 5000])
+def test_balance_biases_are_written_in_fp32_and_read(tmp_path, shard_bytes):
+    run, biased = RunDirectory(tmp_path / "run"), config(moe=MOE | {"balance_bias": True})
+    run.create()
+    engine = native_engine(ParallelPlan(), biased.spec)
+    expected = {}
+    for name, weight in named_weights(engine.model):
+        if name in biased.spec.buffer_shapes:
+            expected[name] = weight.normal_(generator=torch.Generator().manual_seed(0)).clone()
+    save_run(run, engine, biased, 1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_hugging_face(list_checkpoints(run)[0], biased.spec, folder, dtype="bf16", shard_bytes=shard_bytes)
+    dtypes = {}
+    for file in folder.glob("*.safetensors"):
+        dtypes |= {name: tensor.dtype for name, tensor in load_file(file).items()}
+    in_fp32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert in_fp32 == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(2)}
+    for source in (folder, list_checkpoints(run)[0]):
+        read = dict(named_weights(filled(biased.spec, source)))
+        assert all(torch.equal(read[name], bias) for name, bias in expected.items())
