@@ -367,8 +367,11 @@ class Routers:
         self._layers = layers
         self._num_layers = spec.num_blocks
         self._sparse = [layer for layer in range(spec.num_blocks) if spec.has_experts(layer)]
-        self.num_sums = spec.num_blocks * (moe.num_experts + NUM_SUMS)
-        by_layer = [f"{name}{OF_LAYER}{layer}" for name in ("expert_load", "router_entropy") for layer in self._sparse]
+        # of biases, which are equal on all ranks that hold them: the largest, and how many ranks these are
+        num_of_biases = 2 if moe.balance_bias else 0
+        self.num_sums = spec.num_blocks * (moe.num_experts + NUM_SUMS + num_of_biases)
+        kinds = ("expert_load", "router_entropy", *(("balance_bias",) if moe.balance_bias else ()))
+        by_layer = [f"{name}{OF_LAYER}{layer}" for name in kinds for layer in self._sparse]
         self.names = ["balance_loss", "router_z_loss", "router_entropy", "expert_load", "unused_experts", *by_layer]
         """What it records: of all layers together, and of each that has experts."""
 
@@ -381,9 +384,12 @@ class Routers:
                 if statistics is None:
                     continue
                 if total is None:
-                    total = statistics.new_zeros((self._num_layers, len(statistics)))
-                total[int(name)] = statistics
+                    total = statistics.new_zeros((self._num_layers, self.num_sums // self._num_layers))
+                total[int(name), : len(statistics)] = statistics
                 statistics.zero_()
+                if mixture.balance_bias is not None:
+                    total[int(name), -2] = local_part(mixture.balance_bias).abs().max()
+                    total[int(name), -1] = 1.0
         return None if total is None else total.flatten()
 
     def of_step(self, sums: Sequence[float]) -> dict[str, float]:
@@ -393,9 +399,9 @@ class Routers:
         its coefficient. ``router_z_loss`` is the mean square of the log-sum-exp of the logits, ``router_entropy`` the
         entropy of the probabilities, in nats. ``expert_load`` is the number of tokens of a layer's busiest expert over
         the mean of its experts, in the layer where this is highest. ``unused_experts`` is how many experts of all
-        layers got no token.
+        layers got no token. ``balance_bias`` is the largest of a layer in size, after the step.
         """
-        tokens_LE, sums_LS = self._rows(sums)
+        tokens_LE, sums_LS, biases_L = self._rows(sums)
         if not tokens_LE.any():
             return {}
         tokens_L = tokens_LE.sum(1) / self._moe.experts_per_token
@@ -403,17 +409,18 @@ class Routers:
         loads = (tokens_LE.max(1) / tokens_LE.mean(1)).tolist()
         entropies = (sums_LS[:, -1] / tokens_L).tolist()
         of_all = (balance, z_loss, entropy, max(loads), float((tokens_LE == 0).sum()))
-        return dict(zip(self.names, (*of_all, *loads, *entropies), strict=True))
+        return dict(zip(self.names, (*of_all, *loads, *entropies, *biases_L), strict=True))
 
     def expert_shares(self, sums: Sequence[float]) -> dict[str, tuple[float, ...]]:
         """Return which share of a layer's routed tokens each of its experts got, by the layer's number."""
-        tokens_LE, _ = self._rows(sums)
+        tokens_LE, *_ = self._rows(sums)
         if not tokens_LE.any():
             return {}
         shares_LE = tokens_LE / tokens_LE.sum(1, keepdims=True)
         return {str(layer): tuple(row) for layer, row in zip(self._sparse, shares_LE.tolist(), strict=True)}
 
-    def _rows(self, sums: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each sparse layer, the tokens of its experts, and the sums over its tokens."""
+    def _rows(self, sums: Sequence[float]) -> tuple[np.ndarray, np.ndarray, list[float]]:
+        """Return, for each sparse layer, its experts' tokens, sums over its tokens, and its largest balance bias."""
         rows = np.reshape(sums, (self._num_layers, -1))[self._sparse]
-        return rows[:, :-NUM_SUMS], rows[:, -NUM_SUMS:]
+        tokens_LE, sums_LS, biases_L2 = np.split(rows, np.cumsum((self._moe.num_experts, NUM_SUMS)), axis=1)
+        return tokens_LE, sums_LS, (biases_L2[:, 0] / biases_L2[:, 1]).tolist() if biases_L2.size else []

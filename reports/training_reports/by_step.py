@@ -401,11 +401,14 @@ def _experts_panel(contents: RunContents) -> Panel | None:
     shares = dict(last["expert_shares"])
     unused = sum(share == 0 for of_layer in shares.values() for share in of_layer)
     busiest = max(shares, key=lambda layer: max(shares[layer]))
+    biases = {layer: last[name] for layer in shares if (name := f"balance_bias{OF_LAYER}{layer}") in steps}
+    largest = max(biases, key=lambda layer: biases[layer], default="")
     return Panel(
         "Experts of each layer",
         experts(shares),
         f"At step {last['step']}, {unused} experts got no token; the busiest is in layer {busiest}, with "
-        f"{max(shares[busiest]):.1%} of the tokens there.",
+        f"{max(shares[busiest]):.1%} of the tokens there."
+        + (f" The largest balance bias is {biases[largest]:.3g}, in layer {largest}." if biases else ""),
         [
             "White is an expert's even share. It is recorded at evaluated steps and the last; no token is dropped.",
         ],
@@ -577,6 +580,7 @@ MAX_OTHER_METRICS = 6
 _DRAWN_IN_OTHER_FIGURES = {field.name for field in fields(StepRecord)} | {
     "expert_load",
     "router_entropy",
+    "balance_bias",
     "unused_experts",
     *("reward_chosen", "reward_rejected", "reward_margin", "reward_accuracy", "kl"),
     *("eval_reward_chosen", "eval_reward_rejected", "eval_reward_margin", "eval_reward_accuracy", "eval_kl"),

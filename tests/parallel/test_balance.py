@@ -68,7 +68,11 @@ def trained(plan, num_steps=3, spec=BALANCED, dtype=torch.float64):
     loads = []
     for step in range(num_steps):
         take(engine, plan, step)
-        loads.append(measured(engine.model, measured_totals(engine.model, plan)).values["expert_load"])
+        values = measured(engine.model, measured_totals(engine.model, plan)).values
+        loads.append(values["expert_load"])
+    for name, bias in biases(engine).items():
+        recorded = values[f"balance_bias/layer_{name.split('.')[1]}"]
+        assert recorded == pytest.approx(np.abs(bias).max(), rel=1e-6)
     return loads, biases(engine)
 
 

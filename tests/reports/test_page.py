@@ -219,6 +219,18 @@ def test_a_run_with_experts_shows_what_each_of_them_got_where_it_was_recorded(tm
     page = report(write_run(tmp_path / "experts", records=[replace(first, expert_shares=shares), *others]))
     captions = " ".join(str(attributes) for _, attributes in page.elements)
     assert "At step 1, 2 experts got no token; the busiest is in layer 0, with 75.0% of the tokens there." in captions
+    assert "balance bias" not in captions
+    assert "Other metrics" not in page.text
+
+
+def test_a_run_with_balance_biases_says_how_large_they_are(tmp_path):
+    biases = {"balance_bias/layer_0": 0.125, "balance_bias/layer_2": 0.25}
+    measured = {"expert_load": 3.0, "router_entropy": 0.5} | biases
+    shares = {"0": (0.25, 0.75), "2": (0.5, 0.5)}
+    records = [replace(record, measured=measured, expert_shares=shares) for record in step_records()]
+    page = report(write_run(tmp_path / "experts", records=records))
+    captions = " ".join(str(attributes) for _, attributes in page.elements)
+    assert "The largest balance bias is 0.25, in layer 2." in captions
     assert "Other metrics" not in page.text
 
 
