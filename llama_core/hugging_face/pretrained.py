@@ -70,7 +70,7 @@ _MOVABLE = tuple(
 """All other traits, which no weight shows, but which may differ on purpose, as for longer sequences."""
 _MOVABLE_OF_EXPERTS = (
     *("experts_per_token", "expert_groups", "groups_per_token"),
-    *("gates", "gate_scale", "gate_inputs"),
+    *("gates", "gate_scale", "gate_inputs", "balance_bias"),
 )
 """The same of experts."""
 
@@ -230,24 +230,30 @@ def _check_complete(checkpoint: Path) -> None:
 def _check_architecture(spec: ModelSpec, source_spec: ModelSpec, source: Path) -> list[str]:
     """Refuse a run's model unless it has the shapes of ``spec``; return a sentence for each other difference."""
     _check_fixed(spec, source_spec, source)
-    check_weights(_as_dense_as(source_spec, spec), hugging_face_shapes(source_spec), source=str(source))
+    check_weights(_as_stored(source_spec, spec), hugging_face_shapes(source_spec), source=str(source))
     return _moved(spec, source_spec, source)
 
 
-def _as_dense_as(source_spec: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
-    """Return ``spec``, without experts if the weights it starts from have none, of which these are copies."""
-    if spec.moe is None or source_spec is None or source_spec.moe is not None:
+def _as_stored(source_spec: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``, without what the weights it starts from may lack.
+
+    Those are experts, which begin as copies of feed-forwards, and balance biases, which begin at zero.
+    """
+    if spec.moe is None or source_spec is None:
         return spec
+    if source_spec.moe is not None:
+        has_biases = spec.moe.balance_bias and source_spec.moe.balance_bias
+        return replace(spec, moe=spec.moe.model_copy(update={"balance_bias": has_biases}))
     if refused := spec.moe.no_copies(spec.ffn_size):
         raise WeightsError(refused)
     return replace(spec, moe=None)
 
 
 def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:
-    """Return ``spec``, without experts if the full model of an origin has none."""
+    """Return ``spec``, without experts or balance biases if the full model of an origin has none."""
     if origin.base is None:
-        return _as_dense_as(origin.drawn_by.spec if origin.drawn_by else None, spec)
-    return _as_dense_as(saved_run(origin.base).spec if is_checkpoint(origin.base) else _model_of(origin.base), spec)
+        return _as_stored(origin.drawn_by.spec if origin.drawn_by else None, spec)
+    return _as_stored(saved_run(origin.base).spec if is_checkpoint(origin.base) else _model_of(origin.base), spec)
 
 
 def names_with_adapters(spec: ModelSpec, origin: Origin) -> frozenset[str]:
@@ -324,7 +330,7 @@ def hugging_face_weights(
     if (folder / _CONFIG).exists():
         raise WeightsError(f"the run in {folder} has no complete checkpoint yet; let it save one")
     source_spec = _model_of(folder)
-    spec = _as_dense_as(source_spec, spec)
+    spec = _as_stored(source_spec, spec)
     tensors = join_block_fp8(join_mxfp4(join_nf4(read_tensors(folder, tell))))
     if spec.moe:
         tensors = per_expert(tensors, spec)

@@ -69,7 +69,8 @@ class Pretrained:
     """Initial weights for the part of a model that a rank holds.
 
     Adapters that the source lacks are drawn at random, as in a run from scratch. If the source is a dense model and
-    ``spec`` has experts, each expert begins as a copy of its layer's feed-forward, and routers are drawn.
+    ``spec`` has experts, each expert begins as a copy of its layer's feed-forward, and routers are drawn. Balance
+    biases that the source lacks begin at zero.
 
     Source: Komatsuzaki et al. 2022, arXiv:2212.05055, for experts from a dense model.
 
@@ -93,13 +94,12 @@ class Pretrained:
         origin = origin_of(source)
         stored = stored_model(spec, origin)
         base = base_source(stored, origin)
-        self._sources: dict[str, WeightSource] = dict.fromkeys(spec.weight_shapes, base)
-        if stored.moe != spec.moe:
-            self._sources = {
-                name: base if dense_name(name) == name else Copied(base)
-                for name in spec.parameter_shapes
-                if dense_name(name) in stored.parameter_shapes
-            }
+        self._sources: dict[str, WeightSource] = {}
+        for name in spec.weight_shapes:
+            if name in stored.weight_shapes:
+                self._sources[name] = base
+            elif dense_name(name) in stored.weight_shapes:
+                self._sources[name] = Copied(base)
         if origin.adapters is not None:
             self._sources |= dict.fromkeys(names_with_adapters(spec, origin), adapter_source(spec, origin.adapters))
         self._progress = _Progress(source)

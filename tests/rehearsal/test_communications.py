@@ -59,6 +59,7 @@ EXPERTS = st.fixed_dictionaries(
         "shared_size": st.sampled_from([0, 512]),
         "gate_inputs": st.booleans(),
         "biases": st.booleans(),
+        "balance_bias": st.booleans(),
         "moe_layers": st.sampled_from([None, 2]),
     }
 )

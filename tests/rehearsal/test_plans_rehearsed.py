@@ -47,6 +47,7 @@ EXPERTS = st.fixed_dictionaries(
         "gate_scale": st.sampled_from([1.0, 2.5]),
         "gate_inputs": st.booleans(),
         "biases": st.booleans(),
+        "balance_bias": st.booleans(),
         "expert_groups": st.sampled_from([1, 2]),
     }
 ).map(lambda experts: experts | {"groups_per_token": experts["expert_groups"]})

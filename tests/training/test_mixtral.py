@@ -234,6 +234,26 @@ def test_every_rank_reads_its_part_of_its_experts(tmp_path, dense):
         assert run_ranks(4, fill, source, plan) == [[]] * 4
 
 
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_balance_biases_that_a_mixture_lacks_begin_at_zero_and_are_told(run, tmp_path, kind):
+    source = mixtral_folder(tmp_path / "mixtral") if kind == "folder" else Path(resolve_pretrained(str(run.path)))
+    biased = config(moe=MOE | {"balance_bias": True}).spec
+    assert any("moe.balance_bias is True, but " in told for told in check_pretrained(biased, source))
+    read = filled(biased, source)
+    assert differing(read, filled(config().spec, source)) == []
+    biases = [weight for name, weight in named_weights(read) if name in biased.buffer_shapes]
+    assert len(biases) == 2
+    assert not any(bias.any() for bias in biases)
+
+
+def test_weights_with_balance_biases_are_not_those_of_a_mixture_without(tmp_path):
+    run, biased = RunDirectory(tmp_path / "run"), config(moe=MOE | {"balance_bias": True})
+    run.create()
+    save_run(run, native_engine(ParallelPlan(), biased.spec), biased, 1)
+    with pytest.raises(WeightsError, match="e_score_correction_bias is unknown"):
+        check_pretrained(config().spec, list_checkpoints(run)[0])
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("shard_bytes", [10**9, 5000])
 def test_balance_biases_are_written_in_fp32_and_read(tmp_path, shard_bytes):
