@@ -3,14 +3,15 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Division = Literal["vocabulary", "outputs", "inputs", "stream", "heads", "router", "share", "adapted"]
+Division = Literal["vocabulary", "outputs", "inputs", "stream", "latent", "heads", "router", "share", "adapted"]
 """How tensor-parallel ranks divide a weight.
 
 * vocabulary: a table, by its rows
 * outputs: a matrix, by its rows, or its bias; each rank computes some of the outputs
 * inputs: a matrix, by its columns; each rank has some of the inputs, and the ranks sum up what they compute
-* stream: not at all; it is applied to the residual stream, or to what is added to it, like the bias of a matrix that is
-  divided by its columns, which is added after that sum; or to a token's embedding beside it
+* stream: not at all; it is applied to the residual stream, to a latent of it, or to what is added to it, like the bias
+  of a matrix that is divided by its columns, which is added after that sum; or to a token's embedding beside it
+* latent: not at all; it makes a narrow latent of the residual stream, of the tokens whose stream a rank has
 * heads: as its module is applied to the heads, of which each rank has some: to each of them, and then not at all; or
   to all of them as one, and then as they are; so is a weight of attention itself, with entries for each head
 * router: not at all; it is applied to whole tokens, but gets only a part of its gradient

@@ -55,6 +55,11 @@ VALUES = {
     "windowed_layers": ((), (0,)),
     "attention_chunk": (0, 60),
     "query_pre_attn_scalar": (0, 168),
+    "score_factor": (1.0, 1.3),
+    "kv_rank": (0, 128, 64),
+    "query_rank": (0, 192),
+    "rope_dim": (0, 32, 16),
+    "value_dim": (0, 48, 32),
     "attention_soft_cap": (0.0, 20.0),
     "attention_sinks": (False, True),
     "activation": ("silu", "gelu_tanh", "clamped_swiglu"),
@@ -101,19 +106,23 @@ VALUES = {
 FROM_ONE_MODEL = ("hidden_size", "num_heads", "num_kv_heads", "ffn_size")
 """Sizes that random blocks take from one of ``SIZES_OF``, since their relations decide what peaks."""
 SIZES_OF = ("tiny_llama3_150m", "llama3_2_1b", "llama3_8b", "llama2_7b", "llama3_70b")
+OF_LATENTS = ("kv_rank", "query_rank", "rope_dim", "value_dim")
+LATENTS = {"kv_rank": 128, "rope_dim": 32, "num_kv_heads": 8}
+"""What attention through latents needs; no other number of key/value heads does, nor some other traits."""
 NEEDS = {
     "qk_norm_width": {"qk_norm": True},
     "qk_norm_weights": {"qk_norm": True},
     "windowed_layers": {"sliding_window": 100},
     "query_temperature_scale": {"nope_layers": (0,)},
     "moe.groups_per_token": {"moe.expert_groups": 4},
+    **dict.fromkeys(OF_LATENTS, LATENTS),
     "trainable": {"lora": LoRA(), "qkv_bias": True, "o_bias": True, "qk_norm": True, "norms": "both"},
 }
 """What a field has no effect without, or is refused without."""
 
 
-ONLY_SOME_PLANS = ("attention_soft_cap",)
-"""Traits with which some plans are refused, so that relatives under every plan lack them."""
+ONLY_SOME = ("attention_soft_cap", *OF_LATENTS)
+"""Traits with which some plans or other traits are refused, so that relatives under every plan lack them."""
 
 
 def records_of(hint):
@@ -187,7 +196,7 @@ def with_every_trait(spec, turn=0, **values):
         turn: counts up to ``NUM_TURNS``, so that each value has one.
         values: of traits whose value depends on the sizes.
     """
-    others = {trait: VALUES[trait][1:] for trait in traits() if trait not in ONLY_SOME_PLANS}
+    others = {trait: VALUES[trait][1:] for trait in traits() if trait not in ONLY_SOME}
     for trait in NEEDS.keys() & others.keys():
         others[trait] += VALUES[trait][:1]  # which says how another trait is, and is one of several values
     chosen = {trait: those[turn % len(those)] for trait, those in others.items()}
@@ -198,7 +207,7 @@ def with_every_trait(spec, turn=0, **values):
 NUM_TURNS = max(len(VALUES[trait]) - 1 for trait in traits())
 
 
-def drawn_block(draw, *, moe=False, method=None, base=None):
+def drawn_block(draw, *, moe=False, method=None, base=None, latents=False):
     """Return a random model of one block, whose fields fit each other.
 
     Args:
@@ -206,13 +215,17 @@ def drawn_block(draw, *, moe=False, method=None, base=None):
         moe: whether it has experts.
         method: the kind of its adapters; default: LoRA, or none.
         base: what LoRA's matrices are held in; default: any.
+        latents: whether its keys and values are made from latents.
     """
     check_table()
     sizes = model_spec(draw.choice(SIZES_OF))
     plain = replace(BLOCK, **{path: getattr(sizes, path) for path in FROM_ONE_MODEL})
     kind = method or DEFAULT_ADAPTER
     has_adapters = bool(method or base) or draw.random() < 0.5
-    without = {*FROM_ONE_MODEL}
+    without = {*FROM_ONE_MODEL, "score_factor", *OF_LATENTS}
+    if latents:
+        plain = replace(plain, num_kv_heads=plain.num_heads)
+        without |= {"qkv_bias", "qk_norm", "qk_norm_width", "qk_norm_weights"}
     for path in VALUES:
         record, _, key = path.rpartition(".")
         is_of_another_kind = key not in {"method", "target_modules", *ADAPTERS[kind].keys}
@@ -220,6 +233,9 @@ def drawn_block(draw, *, moe=False, method=None, base=None):
             without.add(path)
     while True:
         values = {path: draw.choice(VALUES[path]) for path in VALUES if path not in without}
+        if latents:
+            sizes = ("kv_rank", "rope_dim", "score_factor", "query_rank", "value_dim")
+            values |= {path: draw.choice(VALUES[path][path in LATENTS :]) for path in sizes}
         if has_adapters:
             values |= {"lora.method": kind} | ({"lora.base": base} if base else {})
         try:

@@ -88,6 +88,21 @@ OF_GPT_OSS = replace(
     moe=SPARSE.moe.model_copy(update={"moe_layers": None, "expert_size": 0, **GPT_OSS.of_experts}),
 )
 """A GPT-OSS."""
+LATENT = replace(
+    UNTIED,
+    num_kv_heads=4,
+    head_dim=12,
+    kv_rank=10,
+    query_rank=14,
+    rope_dim=4,
+    value_dim=8,
+    score_factor=1.2,
+    rope_pairs="adjacent",
+)
+"""One whose keys, values and queries are made from latents."""
+ADAPTED_LATENT = replace(
+    LATENT, query_rank=0, value_dim=0, lora=LoRA(method="dora", lora_rank=4, target_modules=MATRICES)
+)
 LLAMA4 = replace(
     UNTIED,
     rope_pairs="adjacent",

@@ -119,10 +119,20 @@ class ArchitectureConfig(Section):
     """Tokens of a chunk, outside of which queries of layers that rotate see nothing, as in Llama 4; 0 for none."""
     query_pre_attn_scalar: int | None = Field(None, ge=0)
     """Attention's scores are divided by the root of this, as in Gemma 3 27B; 0 for head_dim."""
+    score_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Factor on attention's scores beside that, as DeepSeek-V3 has with YaRN; 1 for none."""
     attention_soft_cap: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Cap on attention's scores, cap * tanh(scores / cap), as in Gemma 2; 0 for none."""
     attention_sinks: bool | None = None
     """Whether each head has a learned logit that takes a share of attention and has no value, as in GPT-OSS."""
+    kv_rank: int | None = Field(None, ge=0)
+    """Width of the latent that keys and values of all heads are made from, as in DeepSeek-V3; 0 for none."""
+    query_rank: int | None = Field(None, ge=0)
+    """Width of the latent that queries are made from, with kv_rank; 0 for none."""
+    rope_dim: int | None = Field(None, ge=0, multiple_of=2)
+    """With kv_rank, how many numbers of a head are rotated, the last ones, which all heads of a key share."""
+    value_dim: int | None = Field(None, ge=0)
+    """With kv_rank, width of a head's values; 0 for head_dim."""
     activation: Activation | None = None
     """What is made of a feed-forward's gate: silu (SwiGLU), or GELU by its tanh formula (GeGLU), as in Gemma; or of
     gate and up at once: clamped_swiglu, as in GPT-OSS."""

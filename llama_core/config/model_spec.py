@@ -22,7 +22,7 @@ from llama_core.config.model_weights import (
     rows_of_layer,
 )
 from llama_core.config.rope import QueryTemperature, RopePairs, RopeScaling, RotaryEmbedding
-from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, MATRICES, LoRA, MoE
+from llama_core.config.strategy import EMBEDDING, FEED_FORWARD_MATRICES, HEAD, IN_LAYERS, LoRA, MoE
 from llama_core.errors import ConfigError
 from llama_core.weight_rows import Weight
 
@@ -81,12 +81,14 @@ class ModelSpec:
         +----------+
         |          |
         |   attention_norm         norms (pre, both), norm_eps
-        |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias
+        |   queries, keys, values  num_heads, num_kv_heads, head_dim, qkv_bias; through latents with
+        |                          kv_rank, query_rank, rope_dim, value_dim
         |   q_norm, k_norm         qk_norm, qk_norm_width, qk_norm_weights
         |   rotation               rope_theta, rope_scaling, windowed_rope_theta, rope_pairs; none in
         |                          nope_layers, with query_temperature_scale and _floor in its place
         |   attention              sliding_window, windowed_layers, attention_chunk,
-        |                          attention_soft_cap, attention_sinks, query_pre_attn_scalar
+        |                          attention_soft_cap, attention_sinks, query_pre_attn_scalar,
+        |                          score_factor
         |   output projection      o_bias
         |   attention_post_norm    norms (post, both)
         |          |
@@ -168,10 +170,23 @@ class ModelSpec:
     """Tokens of a chunk of a document: queries of layers that rotate see only keys of their own; 0 for all earlier."""
     query_pre_attn_scalar: int = 0
     """Attention's scores are products of queries and keys over the root of this; 0 for ``head_dim``."""
+    score_factor: float = 1.0
+    """What attention's scores are multiplied by beside that, such as DeepSeek's factor for YaRN."""
     attention_soft_cap: float = 0.0
     """Attention's scores become ``cap * tanh(scores / cap)`` before the softmax; 0 leaves them."""
     attention_sinks: bool = False
     """Whether each query head has a learned logit that joins the softmax's denominator and has no value."""
+
+    # latents (multi-head latent attention)
+    kv_rank: int = 0
+    """Width of the latent that keys and values of all heads are made from; 0: they are made from the residual
+    stream."""
+    query_rank: int = 0
+    """Width of the latent that queries are made from, beside that one; 0: they are made from the residual stream."""
+    rope_dim: int = 0
+    """With ``kv_rank``: how many numbers of a head are rotated, the last ones, which all heads of a key share."""
+    value_dim: int = 0
+    """With ``kv_rank``: the width of a head's values; 0 for ``head_dim``."""
 
     # feed-forward
     activation: Activation = "silu"
@@ -230,8 +245,35 @@ class ModelSpec:
             problems.append(
                 "architecture.qk_norm_weights=false needs architecture.qk_norm=true and architecture.qk_norm_width=head"
             )
+        problems += self._misfits_of_latents()
         if problems:
             raise ConfigError(*problems)
+
+    def _misfits_of_latents(self) -> Iterator[str]:
+        """Yield what latent attention lacks, or has no place for."""
+        if not self.kv_rank:
+            for trait in ("query_rank", "rope_dim", "value_dim"):
+                if value := getattr(self, trait):
+                    yield f"architecture.{trait}={value} needs architecture.kv_rank: the width of a latent"
+            return
+        latents = f"architecture.kv_rank={self.kv_rank}"
+        if not 0 < self.rope_dim < self.head_dim or self.rope_dim % 2:
+            yield (
+                f"{latents} needs architecture.rope_dim={self.rope_dim} to be even, above 0 and below "
+                f"architecture.head_dim={self.head_dim}: how many of a head's numbers are rotated"
+            )
+        if self.value_dim > self.head_dim:
+            yield f"architecture.value_dim={self.value_dim} is above architecture.head_dim={self.head_dim}"
+        if self.num_kv_heads != self.num_heads:
+            yield (
+                f"{latents} makes keys and values of every head: set architecture.num_kv_heads={self.num_heads}, not "
+                f"{self.num_kv_heads}"
+            )
+        for trait in ("qkv_bias", "qk_norm"):
+            if getattr(self, trait):
+                yield f"{latents} does not go with architecture.{trait}=true; leave one of them out"
+        if self.base is not None:
+            yield f"{latents} does not go with training.base: how a latent scales with the width is not known here"
 
     # Which relative of Llama is it?
 
@@ -275,12 +317,71 @@ class ModelSpec:
     @property
     def query_factor(self) -> float:
         """What queries are multiplied by, since kernels divide scores by the root of ``head_dim``."""
-        return math.sqrt(self.head_dim / (self.query_pre_attn_scalar or self.head_dim))
+        return self.score_factor * math.sqrt(self.head_dim / (self.query_pre_attn_scalar or self.head_dim))
 
     @property
     def kv_size(self) -> int:
         """Width of the keys (or of the values) of one layer."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def has_query_matrix(self) -> bool:
+        """Whether one matrix makes queries of the residual stream."""
+        return not self.query_rank
+
+    @property
+    def has_key_matrix(self) -> bool:
+        """Whether one matrix makes keys of it, and another one values."""
+        return not self.kv_rank
+
+    @property
+    def rotated_dim(self) -> int:
+        """How many numbers of a head are rotated, in layers that rotate."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a head's values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def attended_size(self) -> int:
+        """Width of attention's result for all heads of one layer."""
+        return self.num_heads * self.value_head_dim
+
+    @property
+    def kv_down_size(self) -> int:
+        """Width of the latent of keys and values, with the rotated numbers of a key beside it."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def kv_up_size(self) -> int:
+        """Width of what is made from that latent: of every head, what is not rotated of a key, and a value."""
+        return self.num_heads * (self.head_dim - self.rope_dim + self.value_head_dim)
+
+    def latent_widths(self, tp: int) -> dict[str, int]:
+        """Return the widths of what latent attention multiplies, on each of some tensor-parallel ranks, by name."""
+        if not self.kv_rank:
+            return {}
+        widths = {"numbers of a latent of queries": self.query_rank} if self.query_rank else {}
+        return widths | {
+            "numbers of a latent of keys and values": self.kv_rank,
+            "rows of kv_a_proj_with_mqa": self.kv_down_size,
+            f"rows of kv_b_proj over tp={tp}": self.kv_up_size // tp,
+            f"columns of o_proj over tp={tp}": self.attended_size // tp,
+        }
+
+    def latents_of_heads(self, head_dim: int, num_heads: int) -> dict[str, Any]:
+        """Return the traits of latents for other heads, of a multiple of 4 numbers: all that are there, but small."""
+        if not self.kv_rank:
+            return {}
+        return {
+            "num_kv_heads": num_heads,
+            "kv_rank": 2 * head_dim,
+            "query_rank": 3 * head_dim if self.query_rank else 0,
+            "rope_dim": head_dim // 2,
+            "value_dim": head_dim // 4 * 3 if self.value_dim else 0,
+        }
 
     @property
     def q_norm_size(self) -> int:
@@ -340,7 +441,7 @@ class ModelSpec:
             counts["columns of an expert"] = self.expert_size
         if self.packed:
             # the inputs of these two are divided: a rank has a part of each row, in whole blocks
-            counts["blocks of NF4 in a row of o_proj"] = self.q_size // nf4.BLOCK
+            counts["blocks of NF4 in a row of o_proj"] = self.attended_size // nf4.BLOCK
             counts["blocks of NF4 in a row of down_proj"] = self.ffn_size // nf4.BLOCK
             if self.shared_size:
                 counts["blocks of NF4 in a row of shared_experts.down_proj"] = self.shared_size // nf4.BLOCK
@@ -392,8 +493,8 @@ class ModelSpec:
     def rope(self, layer: int) -> RotaryEmbedding:
         """Return the rotary embedding of a layer, if it rotates."""
         if self.windowed_rope_theta and self.window(layer):
-            return RotaryEmbedding(self.head_dim, self.windowed_rope_theta, None)
-        return RotaryEmbedding(self.head_dim, self.rope_theta, self.rope_scaling)
+            return RotaryEmbedding(self.rotated_dim, self.windowed_rope_theta, None)
+        return RotaryEmbedding(self.rotated_dim, self.rope_theta, self.rope_scaling)
 
     def attention(self, layer: int) -> AttentionNeeds:
         """Return what attention of a layer has to compute, over rows of one document each."""
@@ -553,13 +654,23 @@ class ModelSpec:
     @cached_property
     def adapted(self) -> frozenset[str]:
         """Names of the matrices that have an adapter: the targets that are not trained in full."""
-        return self._frozen_matrices(self.lora.target_modules if self.lora else ())
+        return self._frozen_matrices((*self.lora.in_layers, *self.lora.outside_layers) if self.lora else ())
+
+    @property
+    def named_lora(self) -> LoRA | None:
+        """The adapters, whose targets are matrices of latents where they stand for these."""
+        if self.lora is None or not self.kv_rank:
+            return self.lora
+        lacking = {"k_proj", "v_proj"} | ({"q_proj"} if self.query_rank else {"q_a_proj", "q_b_proj"})
+        targets = (*self.lora.in_layers, *self.lora.outside_layers)
+        named = tuple(target for target in targets if target not in lacking)
+        return self.lora.model_copy(update={"target_modules": named})
 
     @cached_property
     def packed(self) -> frozenset[str]:
         """Names of the matrices held in NF4: with ``lora.base=nf4``, the frozen ones inside layers."""
         is_packed = self.lora is not None and self.lora.base == "nf4"
-        return self._frozen_matrices(MATRICES if is_packed else ())
+        return self._frozen_matrices(IN_LAYERS if is_packed else ())
 
     def _frozen_matrices(self, among: tuple[str, ...]) -> frozenset[str]:
         """Return the names of the frozen matrices that Hugging Face calls one of ``among``."""

@@ -70,6 +70,8 @@ class ModelType:
     """Its ``model_type``."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """The traits that all of them have, with their values; ``moe`` is True."""
+    required: frozenset[str] = frozenset()
+    """The traits that all of them have with values of their own, which their configuration states."""
     sometimes: frozenset[str] = frozenset()
     """The traits that some of them have, which their configuration states."""
     values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -98,14 +100,15 @@ class ModelType:
 
     def fits(self, traits: Mapping[str, Any]) -> bool:
         """Return whether a model with these traits has all that these models always have."""
-        return all(traits.get(trait) == value for trait, value in self.always.items())
+        has_required = traits.keys() >= self.required
+        return has_required and all(traits.get(trait) == value for trait, value in self.always.items())
 
     def lacking(self, traits: Mapping[str, Any]) -> frozenset[str]:
         """Return those of a model's traits that the configuration of these models does not state."""
         return frozenset(trait for trait, value in traits.items() if not self._states(trait, value))
 
     def _states(self, trait: str, value: Any) -> bool:
-        if trait in self.sometimes:
+        if trait in self.required | self.sometimes:
             return value in self.values.get(trait, (value,))
         return bool(self.always.get(trait) == value)
 
@@ -207,9 +210,14 @@ LLAMA4_TEXT = ModelType(
         "feed_forward.experts.w3.weight": Layout(transposed=True, part=1, parts=2),
     },
 )
+DEEPSEEK_V3 = ModelType(
+    "deepseek_v3",
+    required=frozenset({"kv_rank", "rope_dim"}),
+    sometimes=frozenset({"query_rank", "value_dim", "rope_pairs", "score_factor"}),
+)
 MODEL_TYPES = (
     *(LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),
-    *(OLMO2, OLMO3, GEMMA3_TEXT, GPT_OSS, LLAMA4_TEXT),
+    *(OLMO2, OLMO3, GEMMA3_TEXT, GPT_OSS, LLAMA4_TEXT, DEEPSEEK_V3),
 )
 
 
@@ -218,7 +226,7 @@ def nearest_type(traits: Mapping[str, Any]) -> ModelType:
 
     def likeness(kind: ModelType) -> tuple[bool, int, int]:
         lacking = len(kind.lacking(traits))
-        return not lacking, len(kind.always), -lacking
+        return not lacking, len(kind.always) + len(kind.required), -lacking
 
     return max((kind for kind in MODEL_TYPES if kind.fits(traits)), key=likeness)
 

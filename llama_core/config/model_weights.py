@@ -40,13 +40,27 @@ _ATTENTION = (
     _norm("attention_norm.weight", "input_layernorm.weight", only_with="norms_before"),
     Weight("attention.sinks", "self_attn.sinks", ("num_heads",), "heads", "zeros", decayed=False,
            only_with="attention_sinks"),
-    Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs"),
+    Weight("attention.wq.weight", "self_attn.q_proj.weight", ("q_size", "hidden_size"), "outputs",
+           only_with="has_query_matrix"),
     _bias("attention.wq.bias", "self_attn.q_proj.bias", "q_size"),
-    Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wk.weight", "self_attn.k_proj.weight", ("kv_size", "hidden_size"), "outputs",
+           only_with="has_key_matrix"),
     _bias("attention.wk.bias", "self_attn.k_proj.bias", "kv_size"),
-    Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs"),
+    Weight("attention.wv.weight", "self_attn.v_proj.weight", ("kv_size", "hidden_size"), "outputs",
+           only_with="has_key_matrix"),
     _bias("attention.wv.bias", "self_attn.v_proj.bias", "kv_size"),
-    Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "q_size"), "inputs", "residual"),
+    # named as in DeepSeek-V3; the first of the two for keys and values also makes the part of a key that heads share
+    Weight("attention.wq_a.weight", "self_attn.q_a_proj.weight", ("query_rank", "hidden_size"), "latent",
+           only_with="query_rank"),
+    _norm("attention.q_a_norm.weight", "self_attn.q_a_layernorm.weight", "query_rank", only_with="query_rank"),
+    Weight("attention.wq_b.weight", "self_attn.q_b_proj.weight", ("q_size", "query_rank"), "outputs",
+           only_with="query_rank"),
+    Weight("attention.wkv_a.weight", "self_attn.kv_a_proj_with_mqa.weight", ("kv_down_size", "hidden_size"), "latent",
+           only_with="kv_rank"),
+    _norm("attention.kv_a_norm.weight", "self_attn.kv_a_layernorm.weight", "kv_rank", only_with="kv_rank"),
+    Weight("attention.wkv_b.weight", "self_attn.kv_b_proj.weight", ("kv_up_size", "kv_rank"), "outputs",
+           only_with="kv_rank"),
+    Weight("attention.wo.weight", "self_attn.o_proj.weight", ("hidden_size", "attended_size"), "inputs", "residual"),
     _bias("attention.wo.bias", "self_attn.o_proj.bias", "hidden_size", divided="stream", only_with="o_bias"),
     _norm("attention.q_norm.weight", "self_attn.q_norm.weight", "q_norm_size", "heads", only_with="has_qk_weights"),
     _norm("attention.k_norm.weight", "self_attn.k_norm.weight", "k_norm_size", "heads", only_with="has_qk_weights"),
@@ -122,7 +136,9 @@ DIVIDED_INPUTS = frozenset({"embed_tokens"}).union(
     _part(weight) for weight in (*_ATTENTION, *_FEED_FORWARD, *_SHARED) if weight.divided == "inputs"
 )
 """The matrices whose inputs tensor-parallel ranks divide, by ``part_name``; of the others they divide
-the outputs. The embedding is a matrix over tokens."""
+the outputs, but for those of ``UNDIVIDED``. The embedding is a matrix over tokens."""
+UNDIVIDED = frozenset(_part(weight) for weight in _ATTENTION if weight.divided == "latent")
+"""The matrices that every one of these ranks holds whole."""
 
 
 def weight_of(name: str) -> Weight:

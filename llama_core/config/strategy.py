@@ -24,13 +24,19 @@ from llama_core.units import divisors
 from llama_core.weight_rows import INPUTS, OUTPUTS, Weight
 
 ATTENTION_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT_MATRICES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""What latent attention has in place of some of these."""
 FEED_FORWARD_MATRICES = ("gate_proj", "up_proj", "down_proj")
 MATRICES = ATTENTION_MATRICES + FEED_FORWARD_MATRICES
-"""The matrices of a layer, as Hugging Face calls them."""
+"""The matrices of a layer, as Hugging Face calls them; all of them stand for ``LATENT_MATRICES`` too."""
 EMBEDDING = "embed_tokens"
 HEAD = "lm_head"
-TARGETS = (*MATRICES, EMBEDDING, HEAD)
+TARGETS = (*MATRICES, *LATENT_MATRICES, EMBEDDING, HEAD)
 """Every matrix that can have an adapter."""
+
+_OF_ATTENTION = (*ATTENTION_MATRICES, *LATENT_MATRICES)
+IN_LAYERS = (*MATRICES, *LATENT_MATRICES)
+"""All of them that are in layers."""
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear layers but the head, which is all of ``MATRICES``."""
@@ -121,7 +127,8 @@ class LoRA(_Strategy):
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
     """Matrices with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, embed_tokens, lm_head.
 
-    all-linear means the first seven.
+    all-linear means the first seven, and all in layers with latent attention: q_a_proj, q_b_proj, kv_a_proj_with_mqa,
+    kv_b_proj.
     """
 
     @field_validator("target_modules", mode="before")
@@ -137,7 +144,8 @@ class LoRA(_Strategy):
     @property
     def in_layers(self) -> tuple[str, ...]:
         """Targets inside the layers."""
-        return tuple(target for target in self.target_modules if target in MATRICES)
+        latents = LATENT_MATRICES if set(MATRICES) <= set(self.target_modules) else ()
+        return (*(target for target in self.target_modules if target in IN_LAYERS and target not in latents), *latents)
 
     @property
     def outside_layers(self) -> tuple[str, ...]:
@@ -194,7 +202,10 @@ class LoRA(_Strategy):
         unknown = [target for target in self.target_modules if target not in TARGETS]
         others = [target for target in self.outside_layers if target not in adaptable(self.kind)]
         if unknown or not self.in_layers:
-            hint = did_you_mean(unknown[0], TARGETS) if unknown else ""
+            hint = ""
+            if unknown:
+                usual = (*MATRICES, EMBEDDING, HEAD)
+                hint = did_you_mean(unknown[0], usual) or did_you_mean(unknown[0], LATENT_MATRICES)
             some = f"some of {', '.join(MATRICES)}, or {ALL_LINEAR}, and otherwise only {EMBEDDING} or {HEAD}"
             yield Problem(f" must name {some}{hint}", "target_modules", str(list(self.target_modules)), keys)
         elif len(set(self.target_modules)) < len(self.target_modules):
@@ -237,7 +248,16 @@ class LoRA(_Strategy):
                 f"lora.target_modules has {' and '.join(self.outside_layers)}, but this model uses one matrix as both "
                 "embedding and head, so the adapter could not be merged; leave it out"
             )
-        lowest, matrix = min((min(shapes[name]), name) for name in shapes if last_word(name) in self.target_modules)
+        own = {last_word(name) for name in in_layers}
+        lacking = [name for name in self.in_layers if name in _OF_ATTENTION and name not in own]
+        if lacking and not set(MATRICES) <= set(self.target_modules):
+            yield (
+                f"lora.target_modules has {' and '.join(lacking)}, which this model lacks; it has "
+                f"{', '.join(name for name in IN_LAYERS if name in own)}, which {ALL_LINEAR} means"
+            )
+            return
+        targets = {*self.in_layers, *self.outside_layers}
+        lowest, matrix = min((min(shapes[name]), name) for name in shapes if last_word(name) in targets)
         for size in sorted(self.kind.sizes):
             rank = getattr(self, size)
             if rank > lowest:
@@ -253,7 +273,7 @@ def adaptable(kind: AdapterType) -> tuple[str, ...]:
     """Return every matrix that a kind of adapter can adapt."""
     embedding = (EMBEDDING,) if kind.of_embedding else ()
     head = (HEAD,) if kind.adapts_head else ()
-    return (*MATRICES, *embedding, *head)
+    return (*IN_LAYERS, *embedding, *head)
 
 
 class MoE(_Strategy):

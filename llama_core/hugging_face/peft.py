@@ -4,6 +4,7 @@ Both sides store the same weights, so conversion only renames them: a row of ``a
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,8 @@ def check_same_adapters(spec: ModelSpec, given: LoRA, source: Path) -> None:
             f"{source} holds adapters, which only strategy=lora and hybrid train; use one, or merge them into their "
             "model (export-hf --merged, or PEFT's merge_and_unload)"
         )
-    given_values = _computed_by(given)
-    ours = _computed_by(spec.lora)
+    given_values = _computed_by(replace(spec, lora=given).named_lora or given)
+    ours = _computed_by(spec.named_lora or spec.lora)
     keys = ["method"] if given.kind is not spec.lora.kind else list(given_values)
     different = [key for key in keys if given_values[key] != ours[key]]
     if different:

@@ -56,7 +56,7 @@ _FIXED = ("num_heads", "tied_embeddings")
 """Traits that shapes do not show, and that training cannot make up for."""
 _SHOWN_BY_WEIGHTS = (
     *("hidden_size", "num_layers", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
-    *("qk_norm", "qk_norm_width", "norms", *SHOWN_BY_NAMES),
+    *("qk_norm", "qk_norm_width", "norms", "rope_dim", "value_dim", *SHOWN_BY_NAMES),
 )
 """Traits by which names or shapes of weights differ, so that ``check_weights`` compares them."""
 _NOT_OF_WEIGHTS = (

@@ -1,4 +1,4 @@
-"""Attention of a layer: its matrices, the functions that compute it, and the masks that hide tokens from it."""
+"""Attention of a layer: the functions that compute it, the masks that hide tokens from it, and its usual matrices."""
 
 # Shape suffixes: B batch, S sequence (i queries, j keys), J keys with those of earlier tokens, T tokens (B * S),
 # D model dim, N query heads, K key/value heads, H head dim
@@ -21,7 +21,7 @@ from llama_core.models.batch import Documents
 from llama_core.models.block_attention import GROUPED_HEADS, divided, joined
 from llama_core.models.cpu_attention import cpu_attention, is_faster
 from llama_core.models.layers import Linear, NormOfHeads, PlainNorm, RMSNorm, local_part
-from llama_core.models.rotation import Positional, Rotation, rotate
+from llama_core.models.rotation import Positional, Rotation, rotate, with_temperature
 from llama_core.models.sinks import attend_with_sinks, kept_by_keys
 
 FUSED_ATTENTION = frozenset(
@@ -203,13 +203,11 @@ def _attend_documents(q_BNSH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, documents:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads.
+    """Causal self-attention, of which subclasses make queries, keys and values.
 
     Args:
         spec: the architecture.
         layer: which layer of the model it is in.
-
-    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention).
     """
 
     def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
@@ -224,13 +222,6 @@ class Attention(nn.Module):
         """Returns the keys and values of earlier tokens too, [B, K, J, H], given new ones: a cache of generation. None
         if there are no earlier tokens."""
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if self.needs.sinks else None
-        self.wq = Linear(spec.hidden_size, spec.q_size, bias=spec.qkv_bias)
-        self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
-        self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
-        self.wo = Linear(spec.q_size, spec.hidden_size, bias=spec.o_bias)
-        rotates = spec.rotates(layer)
-        self.q_norm = _norm_of_heads(spec, spec.q_norm_size, rotates=rotates)
-        self.k_norm = _norm_of_heads(spec, spec.k_norm_size, rotates=rotates)
 
     def use_kernel(self, kernel: Kernel) -> None:
         """Compute attention with a kernel of the table that serves this layer."""
@@ -244,6 +235,31 @@ class Attention(nn.Module):
             self.attend = attend_with_all_scores
         elif self.needs.sinks:
             self.attend = attend_with_sinks
+
+    def own_sinks(self) -> tuple[Tensor, ...]:
+        """Return the sinks of the heads that are here, if there are some."""
+        return () if self.sinks is None else (local_part(self.sinks),)
+
+
+class GroupedQueryAttention(Attention):
+    """Attention with query heads that share key/value heads, all made from the residual stream.
+
+    Args:
+        spec: the architecture.
+        layer: which layer of the model it is in.
+
+    Source: Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention).
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
+        super().__init__(spec, layer)
+        self.wq = Linear(spec.hidden_size, spec.q_size, bias=spec.qkv_bias)
+        self.wk = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
+        self.wv = Linear(spec.hidden_size, spec.kv_size, bias=spec.qkv_bias)
+        self.wo = Linear(spec.q_size, spec.hidden_size, bias=spec.o_bias)
+        rotates = spec.rotates(layer)
+        self.q_norm = _norm_of_heads(spec, spec.q_norm_size, rotates=rotates)
+        self.k_norm = _norm_of_heads(spec, spec.k_norm_size, rotates=rotates)
 
     def forward(self, x_BSD: Tensor, positions: Positional, mask: Any) -> Tensor:
         """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
@@ -260,8 +276,7 @@ class Attention(nn.Module):
         v_BKSH = v_BSKH.transpose(1, 2)
         if self.with_earlier is not None:
             k_BKSH, v_BKSH = self.with_earlier(k_BKSH, v_BKSH)
-        sinks = () if self.sinks is None else (local_part(self.sinks),)
-        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, mask, *sinks)
+        out_BNSH = self.attend(q_BNSH, k_BKSH, v_BKSH, mask, *self.own_sinks())
         out_BSD: Tensor = self.wo(out_BNSH.transpose(1, 2).flatten(2))
         return out_BSD
 
@@ -269,9 +284,7 @@ class Attention(nn.Module):
         """Return queries and keys as their positions change them."""
         if isinstance(positions, Rotation):
             return rotate(q_BSNH, positions, self.rope_pairs), rotate(k_BSKH, positions, self.rope_pairs)
-        if positions is None:
-            return q_BSNH, k_BSKH
-        return (q_BSNH.to(positions.dtype) * positions).to(q_BSNH.dtype), k_BSKH
+        return with_temperature(q_BSNH, positions), k_BSKH
 
 
 def _norm_of_heads(spec: ModelSpec, size: int, *, rotates: bool) -> nn.Module:

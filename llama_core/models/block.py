@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from llama_core.config.model_spec import ModelSpec
-from llama_core.models.attention import Attention
+from llama_core.models.attention import GroupedQueryAttention
+from llama_core.models.latent_attention import LatentAttention
 from llama_core.models.layers import FeedForward, RMSNorm
 from llama_core.models.rotation import Positional
 
@@ -51,7 +52,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, feed_forward: nn.Module | None = None, layer: int = 0) -> None:
         super().__init__()
         self.attention_norm = _norm_of_stream(spec, is_there=spec.norms_before)
-        self.attention = Attention(spec, layer)
+        self.attention = (LatentAttention if spec.kv_rank else GroupedQueryAttention)(spec, layer)
         self.attention_post_norm = _norm_of_stream(spec, is_there=spec.norms_after)
         self.ffn_norm = _norm_of_stream(spec, is_there=spec.norms_before)
         self.feed_forward = FeedForward(spec) if feed_forward is None else feed_forward

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
-from llama_core.models.layers import Linear, TokenEmbedding, local_part, scale_outputs
+from llama_core.models.layers import Linear, TokenEmbedding, local_part, scale_outputs, unchanged
 from llama_core.models.lora import AdaptedLinear
 from llama_core.models.lora import merge as merge_lora
 from llama_core.weight_rows import Weight
@@ -35,8 +35,10 @@ class DoraLinear(AdaptedLinear):
     def product(self, x: Tensor) -> Tensor:
         """Return the product with the changed matrix, in the dtype of ``x``."""
         magnitude = self.lora_magnitude_vector
-        is_whole = isinstance(magnitude, DTensor) and magnitude.placements[0].is_replicate()
-        own_O = local_part(magnitude, Partial() if is_whole else None)
+        own_O = self.own_bias(magnitude)  # of a matrix that every rank holds whole
+        if self.own_bias is unchanged:
+            is_whole = isinstance(magnitude, DTensor) and magnitude.placements[0].is_replicate()
+            own_O = local_part(magnitude, Partial() if is_whole else None)
         return scale_outputs(super().product(x), own_O * self.inverse_lengths())
 
     @torch.no_grad()

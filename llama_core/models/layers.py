@@ -19,7 +19,7 @@ from llama_core.config.model_spec import ModelSpec
 from llama_core.models.activations import gated
 from llama_core.models.cast_weights import cast_linear, takes_wide_gradient
 
-BLOCK_MATRICES = frozenset(("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
+BLOCK_MATRICES = frozenset(("wq", "wk", "wv", "wq_a", "wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"))
 """The names of a block's matrices; experts have the last three."""
 KEPT = "kept"
 """The annotation of operators whose results selective recomputation keeps, in eager and in compiled code."""

@@ -90,3 +90,8 @@ def rotate(x_BSNH: Tensor, rotary: Rotation, pairs: RopePairs = "halves") -> Ten
         dim=-1,
     )
     return rotated_BSNH.to(x_BSNH.dtype)
+
+
+def with_temperature(q_BSNH: Tensor, factor_BS11: Tensor | None) -> Tensor:
+    """Return queries times a factor each, in their own dtype; unchanged without one."""
+    return q_BSNH if factor_BS11 is None else (q_BSNH.to(factor_BS11.dtype) * factor_BS11).to(q_BSNH.dtype)

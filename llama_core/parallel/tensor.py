@@ -32,8 +32,9 @@ from torch.distributed.tensor.parallel import (
 
 from llama_core.config.model_weights import is_of_experts, weight_of
 from llama_core.config.models import ModelSpec
-from llama_core.models.attention import Attention
+from llama_core.models.attention import GroupedQueryAttention
 from llama_core.models.head import HeadInputs
+from llama_core.models.latent_attention import LatentAttention
 from llama_core.models.layers import FeedForward, Linear, LowRank, NormOfHeads, TokenEmbedding, local_part
 from llama_core.models.llama import Llama
 from llama_core.models.moe import MixtureOfExperts, SharedExpert
@@ -51,11 +52,13 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         "outputs": Columns(adapter),
         "inputs": Rows(stream, adapter),
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "latent": ToLatent(stream),
         # plain tensors again: whatever consumes them says how it wants them
         "stream": SequenceParallel(use_local_output=True) if sequence_parallel else Replicated(),
     }
     of_modules: dict[type[nn.Module], ParallelStyle] = {
-        Attention: OwnHeads(stream, _weights_of_heads(model.spec)),
+        GroupedQueryAttention: OwnHeads(stream, _weights_of_heads(model.spec)),
+        LatentAttention: OwnHeadsOfLatents(stream, _weights_of_heads(model.spec)),
         FeedForward: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
         MixtureOfExperts: RoutedAlike(stream),
         NormOfHeads: SummedNorm(),
@@ -196,6 +199,55 @@ class OwnHeads(PrepareModuleInput):
         return super()._apply(module, device_mesh)
 
 
+class OwnHeadsOfLatents(ParallelStyle):
+    """Latent attention, which makes latents of the tokens whose stream a rank has, and has some of the heads.
+
+    What its heads take of all tokens is gathered, and its gradient is summed: latents, which are narrower than the
+    stream, and the part of a key that all heads share.
+
+    Args:
+        stream: placement of the residual stream.
+        weights: the names of its own weights, whose entries belong to one head each and are divided as the heads are.
+    """
+
+    def __init__(self, stream: Placement, weights: Collection[str]) -> None:
+        self.stream = stream
+        self.placements: dict[str, Placement] = dict.fromkeys(weights, Shard(0))
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LatentAttention)
+        _distribute("", module, device_mesh, self.placements)
+        module.gathered = partial(_gathered, device_mesh, self.stream)
+        return module
+
+
+def _gathered(mesh: DeviceMesh, stream: Placement, x: Tensor) -> Tensor:
+    """Return whole tokens, whose gradient is a part on every rank, given those of the stream that a rank has."""
+    return DTensor.from_local(x, mesh, [stream]).redistribute(placements=[Replicate()])
+
+
+class ToLatent(ParallelStyle):
+    """A matrix that every rank holds whole and multiplies with the tokens whose stream it has.
+
+    With sequence parallelism it gets a part of its gradient, like a norm. So does its adapter.
+
+    Args:
+        stream: placement of the residual stream.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        self.gradient = Partial() if stream.is_shard() else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for part in module.modules():
+            assert isinstance(part, Linear)
+            part.multiply = partial(_multiply_whole, part.multiply, self.gradient)
+            part.own_bias = partial(local_part, gradient=self.gradient)
+            whole: dict[str, Placement] = {name: Replicate() for name, _ in part.named_parameters(recurse=False)}
+            _distribute("", part, device_mesh, whole)
+        return module
+
+
 class Replicated(ParallelStyle):
     """A module that every rank computes whole; its parameters are DTensors like all others."""
 
@@ -252,7 +304,7 @@ class RoutedAlike(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MixtureOfExperts)
         # nothing that is another object for each router, or each block would be compiled anew
-        module.router.multiply = partial(_multiply_for_a_part, module.router.multiply)
+        module.router.multiply = partial(_multiply_whole, module.router.multiply, Partial())
         module.router.own_bias = partial(local_part, gradient=Partial())
         return distribute_module(
             module,
@@ -295,11 +347,15 @@ class VocabularyParallel(ParallelStyle):
         return module
 
 
-def _multiply_for_a_part(
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor], x: Tensor, weight: Tensor, cast_weight: Tensor | None
+def _multiply_whole(
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    gradient: Placement,
+    x: Tensor,
+    weight: Tensor,
+    cast_weight: Tensor | None,
 ) -> Tensor:
-    """Multiply by a matrix that is whole on every rank, and gets a part of its gradient."""
-    return multiply(x, local_part(weight, Partial()), cast_weight)
+    """Multiply by a matrix that is whole on every rank, and gets a gradient with a placement: a part, or the whole."""
+    return multiply(x, local_part(weight, gradient), cast_weight)
 
 
 def _as_replicated(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[Tensor, ...]:

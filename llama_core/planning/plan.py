@@ -265,6 +265,7 @@ class ParallelPlan:
             "the tokens of a forward": self.rows_per_forward * seq_len // self.cp,
         }
         sizes |= {f"the {what} over tp={self.tp}": width // self.tp for what, width in spec.dense_widths.items()}
+        sizes |= {f"the {what}": width for what, width in spec.latent_widths(self.tp).items()}
         for what, size in sizes.items():
             if size % FP8_MULTIPLE:
                 yield f"precision fp8 needs multiples of {FP8_MULTIPLE}, but {what} are {size}; use bf16"

@@ -280,7 +280,7 @@ class Work:
         own_seq = self.seq_len // self.plan.cp
         tokens = self.setting.tokens
         rotations = own_seq if self.documents == "none" else tokens  # without documents all rows share their positions
-        return rotations * self.spec.head_dim * FP32_BYTES  # [B, 1, S, H/2] each
+        return rotations * self.spec.rotated_dim * FP32_BYTES  # [B, 1, S, R] each, half as many as are rotated
 
     @property
     def mask_bytes(self) -> int:

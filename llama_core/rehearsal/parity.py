@@ -159,7 +159,8 @@ def _tiny_config(config: RunConfig, plan: ParallelPlan) -> RunConfig:
                 "attention_chunk": min(config.spec.attention_chunk, seq_len // 2),
                 "nope_layers": [1] if config.spec.nope_layers else [],
                 "query_temperature_floor": min(config.spec.query_temperature_floor, seq_len // 4),
-            },
+            }
+            | config.spec.latents_of_heads(8, 4 * plan.ranks_of_heads),
             "training": {
                 "precision": "fp32",
                 "seq_len": seq_len,

@@ -240,7 +240,9 @@ def _write_adapters(
 
     origin = origin_of(checkpoint)
     tell(f"adapters over {_base(origin, config)}")
-    _write_json(folder / ADAPTER_CONFIG, adapter_json(config.lora, str(origin.base or config.model)))
+    _write_json(
+        folder / ADAPTER_CONFIG, adapter_json(config.spec.named_lora or config.lora, str(origin.base or config.model))
+    )
     write_adapters(checkpoint, config.spec, folder, dtype=dtype, others=others)
     tell(f"wrote {ADAPTERS}")
 

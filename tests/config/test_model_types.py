@@ -8,10 +8,10 @@ import pytest
 from llama_core.config.config_json.reading import read_folder
 from llama_core.config.config_json.writing import config_json
 from llama_core.config.model_spec import BaseShape
-from llama_core.config.model_types import LLAMA4_TEXT, MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
+from llama_core.config.model_types import DEEPSEEK_V3, LLAMA4_TEXT, MODEL_TYPES, NO_TRAITS, STATED_BY_ALL
 from llama_core.config.model_weights import hugging_face_name, layout_of
 from llama_core.config.models import ModelSpec
-from llama_core.config.rope import Llama3Scaling
+from llama_core.config.rope import Llama3Scaling, YarnScaling, yarn_amplitude
 from llama_core.config.strategy import LoRA, MoE
 from llama_core.errors import ConfigError
 
@@ -67,6 +67,11 @@ OTHER = {
     "attention_chunk": {"attention_chunk": 16},
     "qk_norm_weights": {"qk_norm": True, "qk_norm_weights": False},
     "query_temperature_floor": {"query_temperature_floor": 16},
+    "kv_rank": {"kv_rank": 24},
+    "rope_dim": {"rope_dim": 8},
+    "query_rank": {"query_rank": 20},
+    "value_dim": {"value_dim": 12},
+    "score_factor": {"rope_scaling": YarnScaling(4.0, 32), "score_factor": yarn_amplitude(4.0, 0.7) ** 2},
 }
 """Another value than a Llama's of each field, with what it needs."""
 BESIDE = {
@@ -84,7 +89,7 @@ BESIDE = {
 
 
 def stated(kind):
-    return {*STATED_BY_ALL, *kind.always, *kind.sometimes}
+    return {*STATED_BY_ALL, *kind.always, *kind.required, *kind.sometimes}
 
 
 def test_every_field_of_a_model_is_stated_by_some_type_or_is_no_trait_for_a_reason():
@@ -99,7 +104,7 @@ def test_every_field_of_a_model_is_stated_by_some_type_or_is_no_trait_for_a_reas
 def marked(kind, trait=None):
     """Return the changes that make a model one of a kind, with another value of one trait that it may have."""
     changes, experts = {}, {}
-    for each in (*kind.always, trait):
+    for each in (*kind.always, *kind.required, trait):
         given = OTHER.get(each, {})
         changes |= given
         experts |= given["moe"].model_dump(exclude_unset=True) if "moe" in given else {}
@@ -107,6 +112,8 @@ def marked(kind, trait=None):
     if kind is LLAMA4_TEXT:  # it has a shared expert, as wide as the others, and no weights of heads
         experts.setdefault("shared_size", changes.get("ffn_size", SPEC.ffn_size))
         changes |= {"qk_norm_weights": False} if "qk_norm" in changes else {}
+    if kind is DEEPSEEK_V3:  # every head has keys and values of its own
+        changes["num_kv_heads"] = changes.get("num_heads", SPEC.num_heads)
     return changes | kind.of_model | ({"moe": MoE(**experts)} if "moe" in changes else {})
 
 

@@ -14,8 +14,10 @@ from distributed import run_ranks
 from document_kernel import DENSE, attention_per_document
 from parity import (
     ADAPTED,
+    ADAPTED_LATENT,
     ADAPTED_RELATIVE,
     HYBRID,
+    LATENT,
     LLAMA4,
     OF_GPT_OSS,
     OTHER_SPARSE,
@@ -290,6 +292,29 @@ OF_GPT_OSS_PLANS = {
     ids=["trained", "adapted"],
 )
 def test_a_gpt_oss_matches_one_process(spec, plan):
+    differences = largest_differences(plan, spec=spec)
+    assert max(differences.values()) < 1e-8, differences
+
+
+LATENT_PLANS = {
+    name: PLANS[name]
+    for name in (
+        "tp2",
+        "tp2 sp, selective recompute",
+        "tp2 cp2",
+        "tp2 zero3 dp2",
+        "pp2 zbv",
+        "zero3 dp2, full recompute",
+    )
+} | {
+    "cp2 ulysses": ParallelPlan(cp=2, attention="ulysses", num_microbatches=2),
+    "tp2 math compiled": ParallelPlan(tp=2, attention="math", compile=True, num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("plan", cases(LATENT_PLANS, narrow={"tp2 sp, selective recompute"}))
+@pytest.mark.parametrize("spec", [LATENT, nightly(ADAPTED_LATENT)], ids=["trained", "adapted"])
+def test_keys_made_from_latents_match_one_process(spec, plan):
     differences = largest_differences(plan, spec=spec)
     assert max(differences.values()) < 1e-8, differences
 

@@ -7,6 +7,7 @@ from same_logits import TOKENS
 from test_stored_weights import filled, save_run
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
     Llama4TextConfig,
@@ -44,6 +45,16 @@ ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "
 LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
 EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2}
 OF_LLAMA4 = {"intermediate_size_mlp": 40, "attention_chunk_size": 8, "floor_scale": 4, "no_rope_layers": [1, 0, 1]}
+OF_DEEPSEEK = SIZES | {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -67,6 +78,12 @@ RELATIVES = {
     "llama4_text, chunks": Llama4TextConfig(**SIZES, **OF_LLAMA4, num_local_experts=4, rope_parameters=LLAMA3),
     "llama4_text, some experts": Llama4TextConfig(
         **SIZES, **OF_LLAMA4, num_local_experts=4, num_experts_per_tok=2, interleave_moe_layer_step=2, use_qk_norm=False
+    ),
+    "deepseek_v3, dense": DeepseekV3Config(
+        **OF_DEEPSEEK, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8}
+    ),
+    "deepseek_v3, dense, one matrix to queries": DeepseekV3Config(
+        **OF_DEEPSEEK | {"q_lora_rank": None, "v_head_dim": 20}, rope_interleave=False, rope_parameters=YARN
     ),
     "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, use_sliding_window=True),

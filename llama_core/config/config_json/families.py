@@ -9,6 +9,7 @@ A relative is a Llama with traits; its ``row`` in ``config/model_types.py`` says
 such a class with a row in the file of its makers, and list it here.
 """
 
+from llama_core.config.config_json.deepseek import DeepseekV3Json
 from llama_core.config.config_json.gemma import Gemma3TextJson
 from llama_core.config.config_json.gpt_oss import GptOssJson
 from llama_core.config.config_json.llama import LlamaJson
@@ -21,7 +22,7 @@ FAMILIES: dict[str, type[LlamaJson]] = {
     family.row.name: family
     for family in (
         *(LlamaJson, MixtralJson, MistralJson, Qwen2Json, Qwen3Json, Qwen3MoeJson),
-        *(Olmo2Json, Olmo3Json, Gemma3TextJson, GptOssJson, Llama4TextJson),
+        *(Olmo2Json, Olmo3Json, Gemma3TextJson, GptOssJson, Llama4TextJson, DeepseekV3Json),
     )
 }
 """The types of models that can be read and written, by ``model_type``."""

@@ -27,7 +27,7 @@ from llama_core.records.files import read_file
 _CONFIG = "config.json"
 _ADAPTERS = "adapter_config.json"
 _MISSING = " is missing"
-_NONE_IF_NULL = frozenset({"sliding_window", "attention_chunk_size"})
+_NONE_IF_NULL = frozenset({"sliding_window", "attention_chunk_size", "q_lora_rank"})
 """The keys of which null is none, as in Mistral-7B-Instruct-v0.2, whose type has a window by default."""
 
 

@@ -28,7 +28,7 @@ class RoutedExperts:
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class LatentProjections:
     """Multi-head latent attention: low-rank projections of queries, keys and values.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
@@ -63,7 +63,7 @@ class Architecture:
     qk_norm_width: NormWidth = "head"
     """What of them is normalised as one."""
     experts: RoutedExperts | None = None
-    latent: LatentAttention | None = None
+    latent: LatentProjections | None = None
 
     @property
     def query_size(self) -> int:
@@ -145,7 +145,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         spec.num_layers,
         spec.num_heads,
         spec.num_kv_heads,
-        spec.head_dim,
+        spec.value_head_dim,
         spec.ffn_size,
         spec.vocab_size,
         tied=spec.tied_embeddings,
@@ -153,6 +153,7 @@ def from_spec(spec: ModelSpec) -> Architecture:
         norms_queries=spec.has_qk_weights,
         qk_norm_width=spec.qk_norm_width,
         experts=experts,
+        latent=LatentProjections(spec.query_rank, spec.kv_rank, spec.rope_dim) if spec.kv_rank else None,
     )
 
 
@@ -199,12 +200,13 @@ _OTHERS = {
     "mixtral_8x22b": Architecture(6144, 56, 48, 8, 128, 16384, 32_768, experts=RoutedExperts(8, 2, 16384)),
     "deepseek_v3_16b": Architecture(
         2048, 27, 16, 16, 128, 10944, 102_400,
-        experts=RoutedExperts(64, 6, 1408, shared_ffn_size=2816, num_dense_layers=1), latent=LatentAttention(0, 512, 64)
+        experts=RoutedExperts(64, 6, 1408, shared_ffn_size=2816, num_dense_layers=1),
+        latent=LatentProjections(0, 512, 64),
     ),
     "deepseek_v3_671b": Architecture(
         7168, 61, 128, 128, 128, 18432, 129_280,
         experts=RoutedExperts(256, 8, 2048, shared_ffn_size=2048, num_dense_layers=3),
-        latent=LatentAttention(1536, 512, 64),
+        latent=LatentProjections(1536, 512, 64),
     ),
 }
 # fmt: on

@@ -1,11 +1,11 @@
-"""Attention of a layer as a program of sizes; read it beside ``models/attention.py``."""
+"""Attention of a layer as a program of sizes; read it beside ``models/attention.py`` and ``latent_attention.py``."""
 
 from typing import Literal
 
 from llama_core.config.model_spec import LayerTraits
 from llama_core.config.models import ModelSpec
 from llama_core.planning.program.matrices import Matrices
-from llama_core.planning.program.operations import FP32_BYTES, BothWays, Size
+from llama_core.planning.program.operations import FP32_BYTES, NOTHING, BothWays, Size
 from llama_core.planning.program.setting import Setting
 from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic, Traffic
 
@@ -29,6 +29,8 @@ class AttentionProgram(Matrices):
 
     def attention(self, x: int) -> int:
         """Append causal self-attention."""
+        if self.spec.kv_rank:
+            return self.latent_attention(x)
         whole = self.gather(x)
         q, k, v = (self.projection(whole, name) for name in ("q_proj", "k_proj", "v_proj"))
         if self.spec.normalises_heads(rotates=self.traits.rotates):
@@ -38,6 +40,12 @@ class AttentionProgram(Matrices):
             q = self.result("scale", [q], self.sizes[q])
         placed_q, placed_k = self.placed(q, k)
         attended = self.attend(placed_q, placed_k, v)
+        out = self.to_stream(attended)
+        self.end(x, whole, q, k, v, placed_q, placed_k, attended)
+        return out
+
+    def to_stream(self, attended: int) -> int:
+        """Append the last matrix of attention."""
         out = self.scatter(self.linear(attended, "o_proj"))
         if self.spec.o_bias:
             is_trained = "o_proj.bias" in self.traits.trained
@@ -46,8 +54,73 @@ class AttentionProgram(Matrices):
             bias = self.vector(self.spec.hidden_size, is_trained=is_trained, is_partial=is_partial)
             out = self.add_bias(product, bias)
             self.end(attended, product)
-        self.end(x, whole, q, k, v, placed_q, placed_k, attended)
         return out
+
+    def latent_attention(self, x: int) -> int:
+        """Append attention whose keys and values are made from latents."""
+        q = self.queries_of_latent(x)
+        k, v = self.keys_and_values_of_latent(x)
+        attended = self.attend(q, k, v)
+        values = attended
+        if self.spec.value_head_dim < self.spec.head_dim:  # the zeros behind them are cut off, which copies them
+            values = self.result("cut", [attended], self.of_heads(self.spec.value_head_dim))
+        out = self.to_stream(values)
+        self.end(x, q, k, v, attended)
+        return out
+
+    def of_heads(self, width: int) -> Size:
+        """Return the size of ``width`` numbers of each head and token that this rank has."""
+        return Size(self.tokens * self.spec.num_heads // self.setting.tp * width, self.itemsize)
+
+    def norm_of_latent(self, x: int, width: int, name: str) -> int:
+        """Normalise a latent of every token."""
+        is_trained = name in self.traits.trained
+        return self.normalise(x, width, is_trained=is_trained, is_partial=self.setting.sharded_sequence)
+
+    def queries_of_latent(self, x: int) -> int:
+        """Return queries, made from a latent or at once."""
+        spec = self.spec
+        if spec.query_rank:
+            latent = self.norm_of_latent(self.linear(x, "q_a_proj"), spec.query_rank, "q_a_layernorm")
+            product = self.linear(self.gather(latent), "q_b_proj")
+        else:
+            product = self.linear(self.gather(x), "q_proj")
+        q = product
+        if spec.query_factor != 1.0:
+            q = self.result("scale", [product], self.sizes[product])
+        if self.traits.rotates:
+            kept, turned = self.split(q, self.of_heads(spec.head_dim - spec.rope_dim), self.of_heads(spec.rope_dim))
+            out = self.join(kept, self.rotate(turned))
+        else:
+            out, _ = self.placed(q, q)
+        self.end(product, q)
+        return out
+
+    def keys_and_values_of_latent(self, x: int) -> tuple[int, int]:
+        """Return keys and values of all heads, which are as wide as keys."""
+        spec = self.spec
+        down = self.linear(x, "kv_a_proj_with_mqa")
+        tokens = self.setting.stream_tokens
+        parts = [Size(tokens * width, self.itemsize) for width in (spec.kv_rank, spec.rope_dim)]
+        latent, shared = self.split(down, *parts)
+        normed = self.norm_of_latent(latent, spec.kv_rank, "kv_a_layernorm")
+        made = self.linear(self.gather(normed), "kv_b_proj")
+        widths = (spec.head_dim - spec.rope_dim, spec.value_head_dim)
+        kept, values = self.split(made, *map(self.of_heads, widths))
+        shared = self.gather(shared)
+        turned = self.rotate(shared) if self.traits.rotates else shared
+        # of all heads together it has no bytes, and its gradient is a sum over the heads
+        expanded = self.result("expand", [turned], self.of_heads(spec.rope_dim), traffic=NOTHING, num_kernels=0)
+        self.num_bytes[expanded] = 0
+        k = self.join(kept, expanded)
+        values = self.result("pad", [values], self.of_heads(spec.head_dim))
+        self.end(down, made, shared, turned)
+        return k, values
+
+    def join(self, kept: int, turned: int) -> int:
+        """Put the parts of every head side by side."""
+        out = self.of_heads(self.spec.head_dim)
+        return self.result("join", [kept, turned], out, traffic=BothWays(2 * out.num_bytes, 0))
 
     def placed(self, q: int, k: int) -> tuple[int, int]:
         """Rotate queries and keys; in a layer without rotation, scale the queries if they have a temperature."""
@@ -60,7 +133,7 @@ class AttentionProgram(Matrices):
 
     def rotate(self, x: int) -> int:
         """Rotate pairs of numbers in fp32: two halves, their four products with cosines and sines, two sums."""
-        own = self.num_bytes[x]
+        own = self.sizes[x].num_bytes
         wide = self.sizes[x].elements * FP32_BYTES
         held = BothWays(2 * wide - own, 2 * wide - own)
         if self.setting.is_mixed_precision:  # the input is cast; a gradient is dropped once it is cast

@@ -2,7 +2,7 @@
 
 import math
 
-from llama_core.config.model_weights import DIVIDED_INPUTS
+from llama_core.config.model_weights import DIVIDED_INPUTS, UNDIVIDED
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import LoRA
 from llama_core.planning.program.operations import (
@@ -51,6 +51,8 @@ class ModelProgram(Program):
     def local_shape(self, name: str) -> tuple[int, int]:
         """Return the columns and rows of a matrix on this rank."""
         columns, rows = self.spec.target_shapes[name]
+        if name in UNDIVIDED:
+            return columns, rows
         if name in DIVIDED_INPUTS:
             return columns // self.setting.tp, rows
         return columns, rows // self.setting.tp
@@ -122,6 +124,8 @@ class ModelProgram(Program):
             size = Size(math.prod(self.lora.shape(weight, columns, rows)), self.weight_itemsize)
             # what is whole on every rank gets a part of its gradient on each
             is_partial = self.setting.tp > 1 and divided_side not in weight.shape
+            if name in UNDIVIDED:
+                is_partial = self.setting.sharded_sequence
             is_vector = len(weight.shape) == 1
             weights.append(self.weight(size, is_trained=True, is_partial=is_partial, is_vector=is_vector))
         return weights
@@ -204,7 +208,7 @@ class ModelProgram(Program):
             sends = self.tensor_parallel("all_gather", "reduce_scatter", whole.num_bytes)
             return self.result("gather", [x], whole, workspace=copy, sends=sends)
         if tp > 1:
-            self.add_operation("share", [x], sends=self.tensor_parallel(None, "all_reduce", self.num_bytes[x]))
+            self.add_operation("share", [x], sends=self.tensor_parallel(None, "all_reduce", self.sizes[x].num_bytes))
         return x
 
     def scatter(self, x: int) -> int:

@@ -78,6 +78,8 @@ SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {
     "sum": (0,),
     "reduce": (0,),  # expanded
     "arrange": (0,),
+    "join": (0, 1),  # parts of it
+    "pad": (0,),
 }
 """The inputs of an operation whose gradient is that of the output itself, in the same memory."""
 BACKWARD_PRODUCTS = {
@@ -198,6 +200,8 @@ class Program:
     """Results that selective recomputation keeps."""
     num_held: int = 0
     """Parameters of all weights; of a matrix that is held in fewer bits, as many as its bytes would hold."""
+    views: dict[int, int] = field(default_factory=dict)
+    """Tensors without bytes of their own, and which tensor they are a part of."""
     undivided_bytes: int = 0
     """Bytes beside such matrices that every rank holds whole."""
     input: int = -1
@@ -257,6 +261,15 @@ class Program:
         made = tuple(map(self.tensor, outputs))
         self.operations.append(Operation(kind, tuple(inputs), made, **details))  # type: ignore[arg-type]
         return made
+
+    def split(self, x: int, *sizes: Size) -> tuple[int, ...]:
+        """Return parts of a tensor along its last dim, which are views; its gradient is put together from theirs."""
+        held = sum(size.num_bytes for size in sizes)
+        parts = self.add_operation("split", [x], *sizes, workspace=BothWays(0, held), traffic=BothWays(0, 2 * held))
+        for part in parts:
+            self.num_bytes[part] = 0
+            self.views[part] = x
+        return parts
 
     def result(self, kind: str, inputs: Iterable[int], size: Size, *more: Size, **details: object) -> int:
         """Append an operation, and return its first output."""

@@ -88,7 +88,7 @@ class Passes:
         saved = set[int]()
         for place in needing:
             saved.update(tensors[read] for read in reads[place])
-        return saved
+        return {self.program.views.get(tensor, tensor) for tensor in saved}
 
     def size_of(self, tensors: Iterable[int]) -> int:
         """Return the bytes of some tensors."""
@@ -151,7 +151,8 @@ class Passes:
         """The tensors that each operation of a forward is the last to use."""
         last_use: dict[int, int] = {}
         for place, operation in enumerate(self.operations):
-            last_use |= dict.fromkeys(operation.tensors, place)
+            used = [self.program.views.get(tensor, tensor) for tensor in operation.tensors]
+            last_use |= dict.fromkeys(used, place)
         dying: list[set[int]] = [set() for _ in self.operations]
         for tensor, place in last_use.items():
             if tensor not in {self.program.input, self.program.output}:  # the caller holds these

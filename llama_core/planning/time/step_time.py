@@ -36,9 +36,10 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> f
         causal: count only the scores below the diagonal, half of them.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6 N + 12 L H Q T), with N the parameters
-    multiplied: the head counts, the embedding look-up does not.
+    multiplied: the head counts, the embedding look-up does not. Where values are narrower than queries, their
+    product counts less.
     """
-    attention = 12 * spec.num_layers * spec.q_size * seq_len
+    attention = 6 * spec.num_layers * (spec.q_size + spec.attended_size) * seq_len
     return matmul_flops_per_token(spec) + (attention / 2 if causal else attention)
 
 
@@ -57,7 +58,8 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Return the FLOPs per token of a forward pass alone, attention in full."""
-    return forward_matmul_flops_per_token(spec) + 4 * spec.num_layers * spec.q_size * seq_len
+    attention = 2 * spec.num_layers * (spec.q_size + spec.attended_size) * seq_len
+    return forward_matmul_flops_per_token(spec) + attention
 
 
 def model_flops_utilisation(

@@ -20,13 +20,13 @@ from llama_core.planning.program.setting import Setting
 from llama_core.planning.work import Work
 
 
-def drawn(seed, *, moe=False, math=False, method=None, base=None):
+def drawn(seed, *, moe=False, math=False, method=None, base=None, latents=False):
     """Return a random layer: a model of it, its setting, what is recomputed, and whether its input has a gradient.
 
     With a ``method``, it has adapters of that kind; with a ``base``, LoRA over matrices held so.
     """
     draw = random.Random(seed)
-    spec = drawn_block(draw, moe=moe, method=method, base=base)
+    spec = drawn_block(draw, moe=moe, method=method, base=base, latents=latents)
     mode = draw.choice(["none", "selective", "full"])
     plan = ParallelPlan(
         microbatch_size=draw.choice([1, 2]),
@@ -108,6 +108,13 @@ def test_a_layer_with_another_kind_of_adapter_does_too(method, seed, monkeypatch
 @pytest.mark.parametrize("seed", [*range(6), *(nightly(seed) for seed in range(6, 120))])
 def test_a_layer_over_matrices_in_nf4_does_too(seed):
     check(drawn(seed, base="nf4", moe=seed % 4 == 3), uncounted=128)
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(nightly(seed) for seed in range(8, 80))])
+def test_a_layer_whose_keys_are_made_from_latents_does_too(seed):
+    check(
+        drawn(seed, latents=True, moe=seed % 4 == 3, base="nf4" if seed % 8 == 5 else None), uncounted=128, peaks=4e-3
+    )
 
 
 @pytest.mark.parametrize("seed", [0, *(nightly(seed) for seed in range(1, 40))])

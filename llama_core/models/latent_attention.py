@@ -1,0 +1,96 @@
+"""Multi-head latent attention: keys and values of all heads are made from one narrow latent of each token.
+
+To train, keys and values of every head are made from the latent, and values get as wide as keys, so that every kernel,
+ring and exchange of heads serves them as it serves others.
+
+Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; arXiv:2412.19437, section 2.1.1.
+"""
+
+# Shape suffixes: B batch, S sequence, D model dim, N heads, H head dim (C of it as made from a latent, R rotated), V
+# width of a head's values, L latent
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import Partial
+
+from llama_core.config.model_spec import ModelSpec
+from llama_core.models.attention import Attention
+from llama_core.models.layers import Linear, RMSNorm, local_part, unchanged
+from llama_core.models.rotation import Positional, Rotation, rotate, with_temperature
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are made from a latent, and perhaps its queries from another one.
+
+    A key is what its head makes of the latent, [C], and a rotated part that all heads share, [R]. A query has the same
+    two parts, both of its own head.
+
+    Args:
+        spec: the architecture.
+        layer: which layer of the model it is in.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int = 0) -> None:
+        super().__init__(spec, layer)
+        self.parts_of_head = (spec.head_dim - spec.rope_dim, spec.rope_dim)
+        """Numbers of a head that are not rotated, and those that are."""
+        self.parts_of_latent = (spec.kv_rank, spec.rope_dim)
+        """Of what is made from the stream for keys and values: the latent, and the rotated part of a key."""
+        self.value_dim = spec.value_head_dim
+        self.gathered: Callable[[Tensor], Tensor] = unchanged
+        """Returns whole tokens, for heads of which this rank has some, given those whose stream it has."""
+        self.has_query_latent = spec.query_rank > 0
+        if self.has_query_latent:
+            self.wq_a = Linear(spec.hidden_size, spec.query_rank)
+            self.q_a_norm = RMSNorm(spec.query_rank, spec.norm_eps)
+            self.wq_b = Linear(spec.query_rank, spec.q_size)
+        else:
+            self.wq = Linear(spec.hidden_size, spec.q_size)
+        self.wkv_a = Linear(spec.hidden_size, spec.kv_down_size)
+        self.kv_a_norm = RMSNorm(spec.kv_rank, spec.norm_eps)
+        self.wkv_b = Linear(spec.kv_rank, spec.kv_up_size)
+        self.wo = Linear(spec.attended_size, spec.hidden_size, bias=spec.o_bias)
+
+    def forward(self, x_BSD: Tensor, positions: Positional, mask: Any) -> Tensor:
+        """Attend over the tokens that ``mask`` allows; over all earlier ones if it is None."""
+        q_BNSH = self.queries(x_BSD, positions).transpose(1, 2)
+        k_BNSH, v_BNSH = (x.transpose(1, 2) for x in self.keys_and_values(x_BSD, positions))
+        if self.with_earlier is not None:
+            k_BNSH, v_BNSH = self.with_earlier(k_BNSH, v_BNSH)
+        out_BNSH = self.attend(q_BNSH, k_BNSH, v_BNSH, mask, *self.own_sinks())
+        out_BSNV = out_BNSH.transpose(1, 2)[..., : self.value_dim]
+        out_BSD: Tensor = self.wo(out_BSNV.flatten(2))
+        return out_BSD
+
+    def queries(self, x_BSD: Tensor, positions: Positional) -> Tensor:
+        """Return the queries of the heads that are here, [B, S, N, H], as their positions change them."""
+        if self.has_query_latent:
+            q_BSE = self.wq_b(self.gathered(self.q_a_norm(self.wq_a(x_BSD))))
+        else:
+            q_BSE = self.wq(self.gathered(x_BSD))
+        # the number of heads comes from the product, because tensor parallelism makes it narrower
+        q_BSNH = q_BSE.unflatten(-1, (-1, self.head_dim))
+        if self.query_factor != 1.0:
+            q_BSNH = q_BSNH * self.query_factor
+        if not isinstance(positions, Rotation):
+            return with_temperature(q_BSNH, positions)
+        q_BSNC, q_BSNR = q_BSNH.split(self.parts_of_head, dim=-1)
+        return torch.cat((q_BSNC, rotate(q_BSNR, positions, self.rope_pairs)), dim=-1)
+
+    def keys_and_values(self, x_BSD: Tensor, positions: Positional) -> tuple[Tensor, Tensor]:
+        """Return keys and values of these heads, [B, S, N, H] each: behind its values, a head has zeros."""
+        latent_BSL, k_BSR = self.wkv_a(x_BSD).split(self.parts_of_latent, dim=-1)
+        made_BSE = self.wkv_b(self.gathered(self.kv_a_norm(latent_BSL)))
+        made_BSNE = made_BSE.unflatten(-1, (-1, self.parts_of_head[0] + self.value_dim))
+        k_BSNC, v_BSNV = made_BSNE.split((self.parts_of_head[0], self.value_dim), dim=-1)
+        # the heads that are here give a part of the gradient of what all heads share
+        k_BS1R = local_part(self.gathered(k_BSR), Partial())[:, :, None]
+        if isinstance(positions, Rotation):
+            k_BS1R = rotate(k_BS1R, positions, self.rope_pairs)
+        k_BSNH = torch.cat((k_BSNC, k_BS1R.expand(-1, -1, k_BSNC.shape[2], -1)), dim=-1)
+        # a copy even where values are as wide as keys, without what is beside them in the product
+        return k_BSNH, F.pad(v_BSNV, (0, self.head_dim - self.value_dim))
