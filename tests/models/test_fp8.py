@@ -21,6 +21,9 @@ from llama_core.planning.plan import ParallelPlan
 SPEC = replace(model_spec("tiny_llama3_50m"), hidden_size=64, num_layers=2, head_dim=16, ffn_size=96, vocab_size=128)
 
 
+LATENT = replace(SPEC, num_kv_heads=SPEC.num_heads, kv_rank=32, query_rank=48, rope_dim=8)
+
+
 def operands(*, outliers):
     """An input, a weight and the gradient of their product; with outliers, some numbers 100 times as large."""
     generator = torch.Generator().manual_seed(0)
@@ -147,6 +150,8 @@ def _ranks_step(plan, spec):
     [
         (ParallelPlan(tp=2), SPEC),
         nightly(ParallelPlan(tp=2, sequence_parallel=False), SPEC),
+        nightly(ParallelPlan(tp=2), LATENT),
+        nightly(ParallelPlan(tp=2, sequence_parallel=False), LATENT),
         pytest.param(
             ParallelPlan(tp=2),
             replace(SPEC, lora=LoRA(lora_rank=16, target_modules=TARGETS)),
@@ -166,10 +171,13 @@ def test_tensor_parallel_ranks_round_their_own_parts(plan, spec):
 
 
 def test_only_the_matrices_of_the_blocks_are_in_fp8():
-    spec = replace(SPEC, lora=LoRA(lora_rank=4, target_modules=TARGETS), moe=MoE(num_experts=2, moe_layers=(1,)))
-    with torch.device("meta"):
-        model = with_adapters(Llama(spec))
-    use_fp8(model.layers)
-    found = {name for name, one in model.named_modules() if isinstance(one, Linear) and one.multiply is multiply}
+    settings = {"lora": LoRA(lora_rank=4, target_modules=TARGETS), "moe": MoE(num_experts=2, moe_layers=(1,))}
+    found = set()
+    for spec in (SPEC, LATENT):
+        with torch.device("meta"):
+            model = with_adapters(Llama(replace(spec, **settings)))
+        use_fp8(model.layers)
+        matrices = [(name, one) for name, one in model.named_modules() if isinstance(one, Linear)]
+        found |= {name for name, one in matrices if one.multiply is multiply}
     assert {name.rpartition(".")[2] for name in found} == BLOCK_MATRICES
     assert not [name for name in found if "experts" in name or "lora" in name or name == "output"]
