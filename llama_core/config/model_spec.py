@@ -273,7 +273,10 @@ class ModelSpec:
             if getattr(self, trait):
                 yield f"{latents} does not go with architecture.{trait}=true; leave one of them out"
         if self.base is not None:
-            yield f"{latents} does not go with training.base: how a latent scales with the width is not known here"
+            yield (
+                f"{latents} does not go with training.parametrization=completep, which does not say how latents scale; "
+                "use standard"
+            )
 
     # Which relative of Llama is it?
 

@@ -11,11 +11,11 @@ from hugging_face_models import model_with_large_weights, renamed
 from peft import LoraConfig, PeftConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_pretrained import CONFIG, SIZES
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from llama_core.config.config_json.writing import config_json
 from llama_core.config.run import RunConfig
-from llama_core.config.strategy import MATRICES, TARGETS, LoRA
+from llama_core.config.strategy import FEED_FORWARD_MATRICES, MATRICES, TARGETS, LoRA
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json, adapter_weights, peft_name
 from llama_core.hugging_face.pretrained import check_pretrained, origin_of
@@ -62,6 +62,26 @@ def test_peft_has_the_same_adapters_under_the_same_names(tmp_path, targets):
     theirs = {name: tuple(weight.shape) for name, weight in load_file(tmp_path / ADAPTERS).items() if "lora_" in name}
     spec = replace(SPEC, lora=lora_on(targets))
     assert {peft_name(name): shape for name, shape in spec.adapter_shapes.items()} == theirs
+    assert adapter_weights(spec, tmp_path).keys() == spec.adapter_shapes.keys()
+
+
+@pytest.mark.parametrize(("query_rank", "of_queries"), [(20, ("q_a_proj", "q_b_proj")), (0, ("q_proj",))])
+def test_peft_has_the_same_adapters_on_matrices_of_latents(tmp_path, query_rank, of_queries):
+    """But for the feed-forward, whose matrices PEFT takes for those of experts in this type."""
+    latents = {"num_kv_heads": CONFIG.spec.num_heads, "kv_rank": 24, "rope_dim": 4, "query_rank": query_rank}
+    attention = {*of_queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    plain = replace(CONFIG.spec, **latents)
+    everywhere = replace(plain, lora=lora_on(MATRICES)).named_lora
+    assert {*everywhere.target_modules} == attention | {*FEED_FORWARD_MATRICES}
+    spec = replace(plain, lora=lora_on(tuple(sorted(attention))))
+    written = adapter_json(spec.named_lora, "base")
+    model = get_peft_model(
+        DeepseekV3ForCausalLM(DeepseekV3Config(**config_json(replace(spec, lora=None)))),
+        LoraConfig(r=4, lora_alpha=8, target_modules=written["target_modules"], task_type="CAUSAL_LM"),
+    )
+    model.save_pretrained(tmp_path)
+    theirs = {name: tuple(weight.shape) for name, weight in load_file(tmp_path / ADAPTERS).items()}
+    assert {peft_name(name, spec.model_type): shape for name, shape in spec.adapter_shapes.items()} == theirs
     assert adapter_weights(spec, tmp_path).keys() == spec.adapter_shapes.keys()
 
 

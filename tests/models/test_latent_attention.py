@@ -7,6 +7,7 @@ import torch
 from test_soft_cap import check_losses_of_packed_rows, check_texts_with_a_cache
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from llama_core.config.model_spec import BaseShape
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import QueryTemperature
@@ -131,6 +132,7 @@ def test_layers_without_rotation_know_only_the_temperature_of_a_query(kind):
         ({"value_dim": 13}, "architecture.value_dim=13 is above architecture.head_dim=12"),
         ({"num_kv_heads": 1}, "set architecture.num_kv_heads=3, not 1"),
         ({"qk_norm": True}, "does not go with architecture.qk_norm=true"),
+        ({"base": BaseShape(12, 1)}, "does not go with training.parametrization=completep"),
         ({"qkv_bias": True}, "does not go with architecture.qkv_bias=true"),
     ],
 )
