@@ -172,19 +172,22 @@ def test_weights_of_norms_that_are_stored_less_one_come_back_bit_for_bit(strateg
             ("qwen2", "dora", "lora"),
             ("olmo3", "lora", "lora"),
             ("gemma3_text", "lora", "lora"),
+            ("deepseek_v3, dense", "lora", "lora"),
+            ("deepseek_v3, dense, one matrix to queries", "dora", "lora"),
         ),
         *((name, "lora", "hybrid") for name in ("gpt_oss", "llama4_text, chunks", "llama4_text, some experts")),
     ],
 )
 def test_adapters_of_a_relative_are_merged_to_the_same_logits(relative, method, strategy, tmp_path):
     kind = RELATIVES[relative]
+    targets = "all-linear" if kind.model_type == "deepseek_v3" else ["q_proj", "v_proj", "o_proj"]
     saved(kind, tmp_path / "theirs")
     config = RunConfig.from_mapping(
         {
             "model": str(tmp_path / "theirs"),
             "training": {"init_from": str(tmp_path / "theirs")},
             "strategy": strategy,
-            "lora": {"method": method, "lora_rank": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+            "lora": {"method": method, "lora_rank": 4, "target_modules": targets},
         }
     )
     run = RunDirectory(tmp_path / "run")
