@@ -22,6 +22,9 @@ from llama_core.models.attention import Attention
 from llama_core.models.layers import Linear, RMSNorm, local_part, unchanged
 from llama_core.models.rotation import Positional, Rotation, rotate, with_temperature
 
+NORM_EPS = 1e-6
+"""What norms of latents add to the mean square, whatever other norms do: that of DeepSeek's code and transformers."""
+
 
 class LatentAttention(Attention):
     """Attention whose keys and values are made from a latent, and perhaps its queries from another one.
@@ -46,12 +49,12 @@ class LatentAttention(Attention):
         self.has_query_latent = spec.query_rank > 0
         if self.has_query_latent:
             self.wq_a = Linear(spec.hidden_size, spec.query_rank)
-            self.q_a_norm = RMSNorm(spec.query_rank, spec.norm_eps)
+            self.q_a_norm = RMSNorm(spec.query_rank, NORM_EPS)
             self.wq_b = Linear(spec.query_rank, spec.q_size)
         else:
             self.wq = Linear(spec.hidden_size, spec.q_size)
         self.wkv_a = Linear(spec.hidden_size, spec.kv_down_size)
-        self.kv_a_norm = RMSNorm(spec.kv_rank, spec.norm_eps)
+        self.kv_a_norm = RMSNorm(spec.kv_rank, NORM_EPS)
         self.wkv_b = Linear(spec.kv_rank, spec.kv_up_size)
         self.wo = Linear(spec.attended_size, spec.hidden_size, bias=spec.o_bias)
 

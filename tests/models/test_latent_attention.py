@@ -18,7 +18,7 @@ from llama_core.models.llama import Llama
 from llama_core.models.rotation import positional
 
 SPEC = ModelSpec(
-    *("small", "llama", 24, 2, 3, 3, 12, 40, 32, 1e4, 1e-6, 64, 64),
+    *("small", "llama", 24, 2, 3, 3, 12, 40, 32, 1e4, 1e-3, 64, 64),
     kv_rank=10,
     query_rank=14,
     rope_dim=4,
