@@ -67,8 +67,10 @@ class PredictionModule(Block):
             mask: as for a block.
             embedded_BSD: the embedded tokens ahead.
         """
-        joined = torch.cat((self.enorm(embedded_BSD), self.hnorm(x_BSD)), dim=-1)
-        x_BSD = super().forward(self.eh_proj(joined), positions, mask)
+        # without names for what is between, which would hold it while the block runs
+        x_BSD = super().forward(
+            self.eh_proj(torch.cat((self.enorm(embedded_BSD), self.hnorm(x_BSD)), dim=-1)), positions, mask
+        )
         return x_BSD, self.head_norm(x_BSD)
 
 

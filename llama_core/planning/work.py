@@ -1,7 +1,7 @@
 """``Work``: what one optimizer step computes, and all that planning estimates from, stage by stage."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
@@ -24,6 +24,7 @@ from llama_core.planning.program.ends import embedding_passes, final_norm_passes
 from llama_core.planning.program.layer import layer_passes
 from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, itemsize_of
 from llama_core.planning.program.passes import Passes
+from llama_core.planning.program.prediction import prediction_passes
 from llama_core.planning.program.setting import Setting
 
 
@@ -47,13 +48,20 @@ class Stage:
     """Cosines and sines that its layers share: one of each, or more if their rotary embeddings differ."""
     tied: bool
     """Whether the head is the embedding."""
+    embeds_at_end: bool
+    """Whether the last stage needs the embedding too: as its head, or for prediction modules."""
     shares_table: bool
-    """Whether it has the embedding, and another stage of the same rank has it as its head."""
+    """Whether it has the embedding, and so has the last stage, which is on the same rank."""
     root: int
-    """Parameters that ``fully_shard`` gathers for whichever stage of the rank runs: a tied embedding, and the final
-    norm if the rank has that."""
+    """Parameters that ``fully_shard`` gathers for whichever stage of the rank runs: an embedding that the last stage
+    needs too and, if it is the head, the final norm if the rank has that."""
     units: tuple[Unit[Passes], ...] = field(compare=False)
     """What ``fully_shard`` gathers at once, where the plan uses it. A table is a part of the stage whose head it is."""
+
+    @property
+    def num_modules(self) -> int:
+        """The prediction modules, which are the last of its layers."""
+        return sum(bool(layer.program.borrowed_weights) for layer in self.layers)
 
     @property
     def is_first(self) -> bool:
@@ -67,8 +75,8 @@ class Stage:
 
     @property
     def is_tied_apart(self) -> bool:
-        """Whether its embedding is tied to the head of another rank."""
-        return self.tied and self.is_first and not self.is_last and not self.shares_table
+        """Whether the end of the model, on another rank, needs its embedding too."""
+        return self.embeds_at_end and self.is_first and not self.is_last and not self.shares_table
 
     @property
     def ends(self) -> list[Passes]:
@@ -176,18 +184,19 @@ class Work:
         modes = self.plan.recompute_modes(self.spec)
         last = len(layers) - 1
         hosted_with = {stage: set(hosted) for hosted in self.plan.layout.placement for stage in hosted}
-        tied = self.spec.tied_embeddings
+        at_end = self.spec.embeds_at_end
         stages: list[Stage] = []
         for stage, own in enumerate(layers):
             is_last = stage == last
             embedding = self.embedding if stage == 0 else None
             final_norm = self.final_norm if is_last else None
             head = self.head if is_last else None
-            shares_table = tied and stage == 0 < last and last in hosted_with[0]
+            shares_table = at_end and stage == 0 < last and last in hosted_with[0]
+            has_table = (stage == 0 and not shares_table) or (is_last and at_end)
             units = units_of(
                 self.spec,
                 self.layers[own.start : own.stop],
-                embedding=None if shares_table else embedding,
+                embedding=self.embedding if has_table else None,
                 final_norm=final_norm,
                 head=head,
             )
@@ -200,9 +209,10 @@ class Work:
                     head=head,
                     num_masks=len({self.spec.attention(layer) for layer in own}),
                     num_rotations=len({self.spec.rope(layer) for layer in own if self.spec.rotates(layer)}),
-                    tied=tied,
+                    tied=self.spec.tied_embeddings,
+                    embeds_at_end=at_end,
                     shares_table=shares_table,
-                    root=self._root(hosted_with[stage]) if tied else 0,
+                    root=self._root(hosted_with[stage]) if at_end else 0,
                     units=units,
                 )
             )
@@ -229,11 +239,12 @@ class Work:
                 elif not experts and not of_experts:
                     yield rows, columns
 
-    def _root(self, stages: Collection[int]) -> int:
+    def _root(self, stages: Set[int]) -> int:
         """Return the parameters of the head and the final norm, or of the embedding, if one of ``stages`` has them."""
-        if self.plan.num_stages - 1 in stages:
+        is_head = self.spec.tied_embeddings
+        if is_head and self.plan.num_stages - 1 in stages:
             return self.head.program.num_held + self.final_norm.program.num_held
-        return self.embedding.program.num_held if 0 in stages else 0
+        return 0 if stages.isdisjoint({0, self.plan.num_stages - 1}) else self.embedding.program.num_held
 
     @cached_property
     def embedding(self) -> Passes:
@@ -268,6 +279,7 @@ class Work:
             columns += self.seq_len // plan.cp
         columns += forwards_before_step(self.objective) * self.seq_len
         num_int64 = 2 if self.documents == "none" else 3
+        num_int64 += 2 * self.spec.mtp_layers
         num_bytes = (num_int64 * INT64_BYTES + self.setting.values_per_token * FP32_BYTES) * rows * columns
         if self.documents != "none" and self.kernel.moves == "exchange":
             # a rank that attends to whole rows needs their positions, and cuts no columns out of them
@@ -300,6 +312,8 @@ class Work:
 def _layers(spec: ModelSpec, setting: Setting) -> tuple[Passes, ...]:
     # the input of a frozen first layer may need no gradient
     return tuple(
-        layer_passes(spec, traits, setting, follows_trained=layer > 0 or trains_embedding(spec))
+        prediction_passes(spec, traits, setting)
+        if traits.predicts
+        else layer_passes(spec, traits, setting, follows_trained=layer > 0 or trains_embedding(spec))
         for layer, traits in enumerate(spec.layers)
     )

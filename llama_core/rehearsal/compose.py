@@ -32,13 +32,15 @@ class Hosting:
     pp_rank: int
     is_tied: bool
     """Whether the embedding is the head."""
+    embeds_at_end: bool
+    """Whether the last stage needs the embedding too."""
     resharding: Resharding
     """When ``fully_shard`` gathers weights and reduces gradients."""
 
     @classmethod
     def of(cls, plan: ParallelPlan, spec: ModelSpec, pp_rank: int) -> Self:
         """Return the hosting of a pipeline rank."""
-        return cls(plan.build_schedule(), pp_rank, spec.tied_embeddings, Resharding.of(plan))
+        return cls(plan.build_schedule(), pp_rank, spec.tied_embeddings, spec.embeds_at_end, Resharding.of(plan))
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -49,8 +51,8 @@ class Hosting:
         """Return the state that stands for all in which an action of this rank is the same."""
         resharding = self.resharding
         hosts_end = not {0, self.schedule.num_stages - 1}.isdisjoint(self.stages)
-        # a tied embedding is in torch's root, which a forward gathers again after a backward
-        gathers_root = resharding.drops_weights and self.is_tied and hosts_end
+        # an embedding that both ends need is in torch's root, which a forward gathers again after a backward
+        gathers_root = resharding.drops_weights and self.embeds_at_end and hosts_end
         keeps_head = resharding.drops_weights and not self.is_tied
         progress: list[Progress] = []
         for slot, own in enumerate(state.progress):

@@ -262,3 +262,34 @@ def test_the_default_microbatch_on_a_cpu_leaves_room():
     tight = choose_plan(config, 8 * GIB)
     assert Fitting(config, 8 * GIB).fits(tight)
     assert tight.microbatch_size < plan.microbatch_size
+
+
+@pytest.mark.parametrize(
+    ("plan", "pp_rank", "precision", "changes"),
+    [
+        (ParallelPlan(num_microbatches=2), 0, "fp32", {}),
+        (ParallelPlan(tp=2, recompute="full"), 0, "bf16", {}),
+        (data_parallel(2, 3, num_microbatches=2), 0, "bf16", {}),
+        (ParallelPlan(pp=2, num_microbatches=4), 1, "bf16", {}),
+        nightly(ParallelPlan(pp=2, num_microbatches=4), 0, "fp32", {"tied_embeddings": True}),
+        nightly(data_parallel(2, 2, num_microbatches=2), 0, "fp32", {"tied_embeddings": True}),
+        nightly(pipeline("interleaved", 3, num_chunks=2), 1, "bf16", {}),
+        nightly(pipeline("chimera", 2), 0, "fp32", {}),
+    ],
+    ids=lambda value: value.summary() if isinstance(value, ParallelPlan) else str(value),
+)
+def test_the_estimate_of_prediction_modules_matches_a_counted_step(plan, pp_rank, precision, changes):
+    sizes = {"hidden_size": 1024, "num_heads": 8, "num_kv_heads": 4, "ffn_size": 2048, "vocab_size": 32000}
+    architecture = sizes | {"num_layers": 5, "mtp_layers": 2} | changes
+    config = RunConfig.from_mapping(
+        {
+            "model": "llama3_8b",
+            "architecture": architecture,
+            "data": {"document_mask": False},
+            "training": {"seq_len": 512, "precision": precision},
+        }
+    )
+    counted = trace_rank(config, plan, pp_rank * plan.world_size // plan.pp, in_full=True).counter.peaks
+    estimated = estimate_memory(Work(config.spec, plan, 512, precision), pp_rank=pp_rank)
+    for phase in ("forward", "backward"):
+        assert sum(estimated.phases[phase].values()) == pytest.approx(counted[phase].num_bytes, rel=0.005)

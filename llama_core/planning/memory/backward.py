@@ -111,7 +111,7 @@ class Backward:
             yield self._snapshot(
                 gradients=gradients.held_in_norm(at),
                 activations=self.kept.below[-1] + instant.kept,
-                temporaries=instant.temporaries,
+                temporaries=instant.temporaries + self.stage.predicted(self.last + 1),
                 communication=prefetched + at.buffer,
                 head=True,
             )
@@ -142,9 +142,9 @@ class Backward:
             made = gradients.held(at, done, instant.made + instant.making)
             extra = gradients.also_made(at, instant.making)
             yield self._snapshot(
-                gradients=made + gradients.waiting_head(at),
+                gradients=made + gradients.waiting_table(at, after_module=not is_last),
                 activations=self.kept.below[layer] + self.kept.deferred_above(layer) + instant.kept,
-                temporaries=instant.temporaries + extra + received,
+                temporaries=instant.temporaries + extra + received + self.stage.waiting_gradients(layer),
                 communication=gathered + buffer,
                 done=done,
             )
@@ -166,8 +166,8 @@ class Backward:
         done = self.trained.total - own - self.stage.num_deferred
         reduced = self.trained.head + self.trained.in_layers
         of_table = gradients.itemsize * gradients.num_in_embedding
-        meets_head = stage.tied and stage.is_last
-        # autograd holds the head's gradient of the table until it adds that of the look-up
+        meets_head = stage.embeds_at_end and stage.is_last
+        # autograd holds the table's gradient of the head, or of prediction modules, until it adds that of the look-up
         waiting_head = of_table if meets_head else 0
         activations = self.kept.shared + self.kept.deferred
         buffer = gradients.reduction_buffer(at, self.trained.layers[0])
@@ -207,7 +207,7 @@ class Backward:
             yield self._reduction(
                 trained.root,
                 largest=norm if is_norm_last else trained.root - norm,
-                done=trained.in_layers,
+                done=before_root,
             )
         if trained.embedding:
             yield self._reduction(

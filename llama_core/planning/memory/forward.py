@@ -99,11 +99,12 @@ class ForwardBytes:
             place: that of its unit.
             below: bytes that the parts before it keep.
         """
+        predicted = self.stage.predicted(place)
         for instant in passes.frontier("forward", mode):
             yield self._snapshot(
                 place=place,
                 activations=below + instant.kept,
-                temporaries=instant.temporaries,
+                temporaries=instant.temporaries + predicted,
             )
 
     def _snapshot(

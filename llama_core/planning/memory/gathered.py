@@ -109,7 +109,7 @@ class GatheredWeights:
         """
         if not self.gathers(at):
             return 0
-        if place == EMBEDDING and self.stage.tied:
+        if place == EMBEDDING and self.stage.embeds_at_end:
             # the root has the embedding; the first layer is gathered only once the look-up is done
             return self.root_buffer(at)
         own = self._waiting(place + 1)

@@ -60,6 +60,10 @@ class StageGradients:
         """Parameters of the head that get gradients; of an embedding in its place too."""
         self.ends_with_table = stage.is_last and stage.tied
         """Whether the head is a table whose gradient is complete only after the layers."""
+        self.of_table = 0
+        """Bytes of the embedding's gradient that prediction modules make, if no head waits with it."""
+        if stage.is_last and stage.embeds_at_end and not stage.tied:
+            self.of_table = self.itemsize * _num_trained(work.embedding)
         self.of_head = self.itemsize * self.num_in_head
         """Bytes of the head's gradient when it is made."""
         self.num_before_layers = trained.head
@@ -122,16 +126,23 @@ class StageGradients:
         """Return the bytes in which the gradients of ``making`` parameters are made, beside those in ``held``."""
         return self.itemsize * making if self.adds(at) else 0
 
-    def waiting_head(self, at: Position) -> int:
-        """Return the bytes of a tied head's gradient while the backward is in the layers: it is done after them."""
+    def waiting_table(self, at: Position, *, after_module: bool = False) -> int:
+        """Return the bytes of a table's gradient while the backward is in the layers: it is done after them.
+
+        Args:
+            at: the stage's position.
+            after_module: whether a prediction module, if there is one, has made its part.
+        """
         if self.is_sharded and self.adds(at):
             return 0
-        return self.of_head if self.ends_with_table else 0
+        if self.ends_with_table:
+            return self.of_head
+        return self.of_table if after_module else 0
 
     def held_in_norm(self, at: Position) -> int:
         """Return the bytes of gradients while the backward is in the final norm, before the head's are reduced."""
         if not self.is_sharded:
-            return self.held(at, self.num_before_layers) + self.waiting_head(at)
+            return self.held(at, self.num_before_layers) + self.waiting_table(at)
         return self.held(at, 0) + (0 if self.adds(at) else self.of_head)
 
     def averaged(self, at: Position, done: int, unit: int = 0) -> int:

@@ -21,11 +21,19 @@ class KeptActivations:
             # the layer keeps only the fp32 tensor that its norm makes of it
             self.shared += work.stream_bytes
         below = self.shared + (stage.embedding.kept() if stage.embedding else 0)
-        by_layer = (layer.kept(mode) for layer, mode in zip(layers, stage.modes, strict=True))
+        by_layer = [layer.kept(mode) for layer, mode in zip(layers, stage.modes, strict=True)]
+        first_module = len(layers) - stage.num_modules
+        for number in range(first_module + 1, len(layers)):
+            # a module reads what the norm of the one before may have kept
+            if stage.modes[number - 1] == "none" and layers[number].keeps_input(stage.modes[number]):
+                by_layer[number] -= work.stream_bytes
         self.below = list(accumulate(by_layer, initial=below))
         """Bytes kept before each layer, and before the final norm."""
         self.total = self.below[-1] + (stage.final_norm.kept() if stage.final_norm else 0)
         """Bytes of activations that a forward keeps for its backward."""
+        norm_keeps = stage.final_norm is not None and stage.final_norm.keeps_input("none")
+        if stage.num_modules and norm_keeps and layers[first_module].keeps_input(stage.modes[first_module]):
+            self.total -= work.stream_bytes  # both keep the same
         self.loss = stage.head.kept() if stage.head else 0
         """Bytes that the loss keeps for its backward."""
         deferred_by_layer = (layer.kept_deferred for layer in layers)

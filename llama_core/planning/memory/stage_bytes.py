@@ -56,6 +56,8 @@ class StageBytes:
         """Bytes of the residual stream."""
         self.gradient_received = 0 if stage.is_last else self.stream
         """Bytes of the gradient that the backward of a stage before the last starts from, held to the end."""
+        self.first_module = len(stage.layers) - stage.num_modules
+        """The place of the first prediction module, or of what follows the layers."""
         self.divides_table = work.plan.tp > 1
         """Whether tensor-parallel ranks divide the embedding."""
         self.num_deferred = sum(layer.num_deferred for layer in stage.layers)
@@ -63,3 +65,18 @@ class StageBytes:
         made = (layer.program.num_trained - layer.num_deferred for layer in reversed(stage.layers))
         self.made_above = list(accumulate(made, initial=0))[-2::-1]
         """Parameters of the layers after each one whose gradients a backward makes, but for those it defers."""
+
+    def predicted(self, place: int) -> int:
+        """Return the bytes of the hidden states that prediction modules before a place have made for the head."""
+        return self.stream * max(0, place - self.first_module)
+
+    def waiting_gradients(self, place: int) -> int:
+        """Return the bytes of gradients that wait while a backward is in a module, beside that of its output.
+
+        They are those of the hidden states of the modules before it, of what the final norm reads and, from the module
+        after it, of its residual stream.
+        """
+        if place < self.first_module:
+            return 0
+        num_after = self.last - place
+        return self.stream * (place - self.first_module + 1 + min(num_after, 1))

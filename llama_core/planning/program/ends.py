@@ -36,19 +36,24 @@ def loss_chunk_tokens(vocab_size: int, hidden_size: int, itemsize: int) -> int:
     return max(1, chunk_bytes // row_bytes)
 
 
-class Embedding(ModelProgram):
-    """The embedding: every token's row of the table, and of its adapter."""
+class LookUp(ModelProgram):
+    """A program that looks tokens up in the embedding."""
 
-    def __init__(self, spec: ModelSpec, setting: Setting) -> None:
-        super().__init__(spec, setting)
-        self.input = self.tensor(Size(0, INT64_BYTES))  # the batch, which is there anyway
-        table = _local_table(self, is_trained=trains_table(spec))
+    def embed(self, table: int) -> int:
+        """Append the embedding of tokens, and return the stream that begins with it."""
+        spec = self.spec
         # ``TokenEmbedding`` casts the rows that it found, not the whole table
         out = self.cast(self.look_up(table), self.itemsize)
         if spec.lora and EMBEDDING in adapted_tables(spec):
             out = import_module(spec.lora.kind.program).embedding(self, out)
         stream = self.scatter(out)
-        self.output = self.result("scale", [stream], self.sizes[stream]) if spec.scaled_embedding else stream
+        return self.result("scale", [stream], self.sizes[stream]) if spec.scaled_embedding else stream
+
+    def table_size(self, *, is_trained: bool) -> Size:
+        """Return the size of this rank's rows of the embedding, a row per token of the vocabulary."""
+        elements = self.spec.embedding_parameters // self.setting.tp
+        # a frozen table is held in the dtype of activations
+        return Size(elements, self.weight_itemsize if is_trained else self.itemsize)
 
     def look_up(self, table: int) -> int:
         """Return the rows of the tokens; zeros for those of other ranks."""
@@ -61,15 +66,27 @@ class Embedding(ModelProgram):
         # token's gradient, and reads and writes the row that this is added to
         moved_back = table_size.num_bytes + 3 * rows.num_bytes
         traffic = BothWays(moved, moved_back)
+        workspace = BothWays(0, table_size.num_bytes if table in self.borrowed_weights else 0)
         if self.setting.tp == 1:
-            return self.result("look_up", [table, self.input], rows, traffic=traffic)
+            of_batch = self.tensor(Size(0, INT64_BYTES))  # which is there anyway
+            return self.result("look_up", [table, of_batch], rows, traffic=traffic, workspace=workspace)
         # ``vocab_parallel_embedding``: ids within the rank's rows, and a mask of the other ranks'
         # tokens, whose rows it sets to zero; the backward sets their gradients to zero with it
         ids = Size(self.tokens, INT64_BYTES)
         mask = Size(self.tokens, 1)
         local_ids, is_other_ranks = self.add_operation("decide", [], ids, mask)
-        found = self.result("look_up", [table, local_ids], rows, traffic=traffic)
+        found = self.result("look_up", [table, local_ids], rows, traffic=traffic, workspace=workspace)
         return self.result("mask", [found, is_other_ranks], rows)
+
+
+class Embedding(LookUp):
+    """The embedding: every token's row of the table, and of its adapter."""
+
+    def __init__(self, spec: ModelSpec, setting: Setting) -> None:
+        super().__init__(spec, setting)
+        self.input = self.tensor(Size(0, INT64_BYTES))  # the batch, which is there anyway
+        is_trained = trains_table(spec)
+        self.output = self.embed(self.weight(self.table_size(is_trained=is_trained), is_trained=is_trained))
 
 
 class FinalNorm(ModelProgram):
@@ -140,11 +157,24 @@ class Head(ModelProgram):
     def __init__(self, spec: ModelSpec, setting: Setting) -> None:
         super().__init__(spec, setting)
         self.input = self.stream()
+        table = _local_table(self, is_trained=trains_head(spec))
+        later = self.hidden_of_modules()
         hidden = self.gather(self.input)
-        pairs = [(hidden, _local_table(self, is_trained=trains_head(spec)))]
+        pairs = [(hidden, table)]
         if spec.lora and HEAD in adapted_tables(spec):
             pairs.append(import_module(spec.lora.kind.program).head(self, hidden))
         self.output = self.loss(pairs)
+        for hidden in later:
+            added = self.loss([(self.gather(hidden), table)])
+            self.output = self.result("add", [self.output, added], Size(0, FP32_BYTES))
+        self.end(*later)
+
+    def hidden_of_modules(self) -> tuple[int, ...]:
+        """Return the normalised hidden states of the prediction modules, which have run before."""
+        if not self.spec.mtp_layers:
+            return ()
+        sizes = [self.sizes[self.input]] * self.spec.mtp_layers
+        return self.add_operation("split", [self.input], *sizes)
 
     def loss(self, pairs: list[tuple[int, int]]) -> int:
         """Append the linear cross-entropy of the sum of some products of tokens and a matrix.

@@ -35,15 +35,20 @@ class Layer(AttentionProgram):
 
     def __init__(self, spec: ModelSpec, traits: LayerTraits, setting: Setting) -> None:
         super().__init__(spec, traits, setting)
-        x = self.input = self.stream()
+        self.input = self.stream()
+        self.output = self.block(self.input)
+
+    # --- the parts of a block
+
+    def block(self, x: int) -> int:
+        """Append attention and feed-forward, each added to the residual stream, and return that."""
+        spec = self.spec
         added = self.attention(self.norm_before(x, ATTENTION_NORM))
         x = self.add(x, self.norm_after(added, ATTENTION_POST_NORM))
         inputs = self.norm_before(x, FFN_NORM)
-        moe = spec.moe if traits.sparse else None
+        moe = spec.moe if self.traits.sparse else None
         added = self.feed_forward(inputs) if moe is None else self.mixture(inputs, moe)
-        self.output = self.add(x, self.norm_after(added, FFN_POST_NORM))
-
-    # --- the parts of a block
+        return self.add(x, self.norm_after(added, FFN_POST_NORM))
 
     def norm_before(self, x: int, name: str) -> int:
         """Append the norm before a part of the block, if it has one."""

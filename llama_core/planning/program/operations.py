@@ -80,6 +80,7 @@ SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {
     "arrange": (0,),
     "join": (0, 1),  # parts of it
     "pad": (0,),
+    "split": (0,),  # of the first; the others came from elsewhere
 }
 """The inputs of an operation whose gradient is that of the output itself, in the same memory."""
 BACKWARD_PRODUCTS = {
@@ -198,6 +199,12 @@ class Program:
     """Results of products with whole matrices of a block, which can be computed in fp8."""
     costly: set[int] = field(default_factory=set)
     """Results that selective recomputation keeps."""
+    borrowed_weights: set[int] = field(default_factory=set)
+    """Weights of another program, whose gradients this one makes too."""
+    first_in_block: int = 0
+    """The first operation that recomputation may run again."""
+    arguments: set[int] = field(default_factory=set)
+    """What the operations from there on read beside the input."""
     num_held: int = 0
     """Parameters of all weights; of a matrix that is held in fewer bits, as many as its bytes would hold."""
     views: dict[int, int] = field(default_factory=dict)
@@ -255,6 +262,18 @@ class Program:
             if is_partial:
                 self.partial[weight] = size.elements
         return weight
+
+    def borrowed(self, size: Size) -> int:
+        """Return a weight that another program has, and whose gradient this one makes too."""
+        weight = self.tensor(size)
+        self.num_bytes[weight] = 0
+        self.borrowed_weights.add(weight)
+        return weight
+
+    def outside_block(self, *arguments: int) -> None:
+        """Begin, with these arguments beside the input, what recomputation may run again."""
+        self.first_in_block = len(self.operations)
+        self.arguments.update(arguments)
 
     def add_operation(self, kind: str, inputs: Iterable[int], *outputs: Size, **details: object) -> tuple[int, ...]:
         """Append an operation, and return its outputs, which are new tensors of these sizes."""

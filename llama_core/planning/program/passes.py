@@ -56,7 +56,7 @@ class Passes:
         self.program = program
         self.splits_backward = splits_backward
         self.operations = program.operations
-        self.needing = set(program.trained)
+        self.needing = program.trained.keys() | program.borrowed_weights
         """Tensors that need a gradient."""
         if follows_trained:
             self.needing.add(program.input)
@@ -65,10 +65,12 @@ class Passes:
         self.saved = set[int]().union(*self.saves)
         self._frontiers: dict[tuple[str, RecomputeMode], tuple[Instant, ...]] = {}
         self._transfers: dict[RecomputeMode, PassTraffic] = {}
+        begins = {program.input} | program.arguments
+        begins.update(*self.saves[: program.first_in_block])
         self.keeps: dict[RecomputeMode, set[int]] = {
             "none": self.saved,
-            "selective": {program.input} | program.costly,
-            "full": {program.input},
+            "selective": begins | program.costly,
+            "full": begins,
         }
         """The tensors that a forward keeps under each kind of recomputation."""
 
@@ -98,6 +100,10 @@ class Passes:
         """Return the bytes that a forward keeps for its backward."""
         return self.size_of(self.keeps[mode])
 
+    def keeps_input(self, mode: RecomputeMode) -> bool:
+        """Return whether a forward keeps its input for its backward."""
+        return self.program.input in self.keeps[mode]
+
     def repeated(self, mode: RecomputeMode) -> list[Operation]:
         """Return the operations that a backward runs again.
 
@@ -110,7 +116,8 @@ class Passes:
             if saves:
                 last = place
         kept = self.keeps[mode]
-        return [one for one in self.operations[:last] if not kept.intersection(one.outputs)]
+        first = self.program.first_in_block
+        return [one for one in self.operations[first:last] if not kept.intersection(one.outputs)]
 
     def forward(self, mode: RecomputeMode = "none") -> Iterator[Instant]:
         """Yield the instants of a forward."""
@@ -304,6 +311,8 @@ class _Backward:
         self.gradients = {output: _Gradient(self.temporaries)}
         """Gradients that have arrived and were not used yet, by tensor."""
         self.made = 0
+        self.made_before: set[int] = set()
+        """Weights with a gradient, to which another operation adds."""
         self.deferred: list[_Deferred] = []
 
     def instants(self) -> Iterator[Instant]:
@@ -326,7 +335,8 @@ class _Backward:
                 workspace += operation.cast_gradient
             making = sum(self.program.trained[weight] for weight in weights)
             yield Instant(self.kept, self.temporaries + workspace, self.made, making)
-            self.made += making
+            self.made += sum(self.program.trained[weight] for weight in weights if weight not in self.made_before)
+            self.made_before.update(weights)
             self.temporaries -= sum(gradient.dropped() for gradient in arrived)
             held_on = {deferred.input for deferred in self.deferred}
             self.kept -= self.passes.size_of(self.passes.read_last[place] - held_on)

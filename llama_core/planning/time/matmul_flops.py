@@ -31,6 +31,8 @@ def forward_matmul_flops_per_token(spec: ModelSpec) -> int:
 def num_matmul_parameters(spec: ModelSpec) -> int:
     """Return how many parameters every token is multiplied with: those of all layers and the head.
 
+    Each prediction module counts with a pass of the head.
+
     The embedding is a look-up and does not count. The router counts, and the experts that a token
     is routed to. Adapters do not: see ``matmul_flops_per_token``.
     """
@@ -38,17 +40,21 @@ def num_matmul_parameters(spec: ModelSpec) -> int:
     total = spec.embedding_parameters + num_dense * layer_matmul_parameters(spec)
     if spec.num_sparse_layers:
         total += spec.num_sparse_layers * layer_matmul_parameters(spec, sparse=True)
+    for block in range(spec.num_layers, spec.num_blocks):
+        of_module = layer_matmul_parameters(spec, sparse=spec.has_experts(block), predicts=True)
+        total += of_module + spec.embedding_parameters
     return total
 
 
-def layer_matmul_parameters(spec: ModelSpec, *, sparse: bool = False) -> int:
+def layer_matmul_parameters(spec: ModelSpec, *, sparse: bool = False, predicts: bool = False) -> int:
     """Return the parameters of the matrices of one layer that a token is multiplied with.
 
     Args:
         spec: the architecture.
         sparse: of a layer with experts, instead of a dense one.
+        predicts: of a prediction module, instead of a layer.
     """
-    return sum(_matmul_parameters(spec, weight) for weight in spec.weights_of_layer(sparse=sparse))
+    return sum(_matmul_parameters(spec, weight) for weight in spec.weights_of_layer(sparse=sparse, predicts=predicts))
 
 
 def _matmul_parameters(spec: ModelSpec, weight: Weight) -> int:

@@ -39,7 +39,7 @@ def flops_per_token(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> f
     multiplied: the head counts, the embedding look-up does not. Where values are narrower than queries, their
     product counts less.
     """
-    attention = 6 * spec.num_layers * (spec.q_size + spec.attended_size) * seq_len
+    attention = 6 * spec.num_blocks * (spec.q_size + spec.attended_size) * seq_len
     return matmul_flops_per_token(spec) + (attention / 2 if causal else attention)
 
 
@@ -51,14 +51,14 @@ def hardware_flops_per_token(spec: ModelSpec, seq_len: int, recompute: Recompute
     """
     flops = flops_per_token(spec, seq_len)
     if recompute == "full":
-        head_forward = 2 * spec.embedding_parameters
+        head_forward = 2 * (1 + spec.mtp_layers) * spec.embedding_parameters
         flops += forward_flops_per_token(spec, seq_len) - head_forward
     return flops
 
 
 def forward_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """Return the FLOPs per token of a forward pass alone, attention in full."""
-    attention = 2 * spec.num_layers * (spec.q_size + spec.attended_size) * seq_len
+    attention = 2 * spec.num_blocks * (spec.q_size + spec.attended_size) * seq_len
     return forward_matmul_flops_per_token(spec) + attention
 
 
