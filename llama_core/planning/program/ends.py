@@ -174,7 +174,7 @@ class Head(ModelProgram):
         if not self.spec.mtp_layers:
             return ()
         sizes = [self.sizes[self.input]] * self.spec.mtp_layers
-        return self.add_operation("split", [self.input], *sizes)
+        return self.add_operation("receive", [self.input], *sizes)
 
     def loss(self, pairs: list[tuple[int, int]]) -> int:
         """Append the linear cross-entropy of the sum of some products of tokens and a matrix.

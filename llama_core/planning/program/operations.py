@@ -80,7 +80,7 @@ SHARES_GRADIENT: Mapping[str, tuple[int, ...]] = {
     "arrange": (0,),
     "join": (0, 1),  # parts of it
     "pad": (0,),
-    "split": (0,),  # of the first; the others came from elsewhere
+    "receive": (0,),  # of the first; the others came from elsewhere
 }
 """The inputs of an operation whose gradient is that of the output itself, in the same memory."""
 BACKWARD_PRODUCTS = {
