@@ -213,7 +213,17 @@ LLAMA4_TEXT = ModelType(
 DEEPSEEK_V3 = ModelType(
     "deepseek_v3",
     required=frozenset({"kv_rank", "rope_dim"}),
-    sometimes=frozenset({"query_rank", "value_dim", "rope_pairs", "score_factor"}),
+    sometimes=_SETTINGS_OF_EXPERTS
+    | {"query_rank", "value_dim", "rope_pairs", "score_factor", "mtp_layers", "moe"}
+    | {"moe.moe_layers", "moe.expert_size", "moe.shared_size", "moe.gates", "moe.gate_scale"}
+    | {"moe.expert_groups", "moe.groups_per_token", "moe.balance_bias"},
+    values={"moe.gates": ("sigmoid", "sigmoid_chosen")},
+    names={
+        "feed_forward.router.weight": "mlp.gate.weight",
+        "feed_forward.experts.w1.weight": "mlp.experts.{}.gate_proj.weight",
+        "feed_forward.experts.w2.weight": "mlp.experts.{}.down_proj.weight",
+        "feed_forward.experts.w3.weight": "mlp.experts.{}.up_proj.weight",
+    },
 )
 MODEL_TYPES = (
     *(LLAMA, MIXTRAL, MISTRAL, QWEN2, QWEN3, QWEN3_MOE),

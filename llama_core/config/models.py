@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_core.config.model_spec import ModelSpec
 from llama_core.config.model_types import GEMMA3_TEXT, GPT_OSS, OLMO2, OLMO3
-from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling
+from llama_core.config.rope import LinearScaling, Llama3Scaling, YarnScaling, yarn_amplitude
 from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError, did_you_mean
 
@@ -75,6 +75,34 @@ def _gpt_oss(num_layers: int, num_experts: int) -> Any:
     }
 
 
+def _deepseek(moe: MoE, **traits: Any) -> Any:
+    """Return the traits of a DeepSeek-V3: its heads have 128 numbers of a latent and 64 that are rotated."""
+    moe = moe.model_copy(update={"gates": "sigmoid_chosen", "balance_bias": True, "balance_loss_coefficient": 1e-4})
+    return traits | {"kv_rank": 512, "rope_dim": 64, "value_dim": 128, "rope_pairs": "adjacent", "moe": moe}
+
+
+_OF_DEEPSEEK_V3 = MoE(
+    num_experts=256,
+    expert_size=2048,
+    shared_size=2048,
+    experts_per_token=8,
+    moe_layers=tuple(range(3, 61)),
+    gate_scale=2.5,
+    expert_groups=8,
+    groups_per_token=4,
+)
+_OF_MOONLIGHT = MoE(
+    num_experts=64,
+    expert_size=1408,
+    shared_size=2816,
+    experts_per_token=6,
+    moe_layers=tuple(range(1, 27)),
+    gate_scale=2.446,
+)
+_YARN_40 = YarnScaling(40.0, 4096, attention_factor=1.0)
+"""DeepSeek-V3's, which scales scores in place of cosines and sines."""
+
+
 # fmt: off
 _VARIANTS = (
     #         name                      family        hidden layers heads kv hd   ffn    vocab    theta eps   context  default
@@ -133,6 +161,10 @@ _VARIANTS = (
     # as in the config.json of openai/gpt-oss-20b and gpt-oss-120b
     ModelSpec("gpt_oss_20b",           "llama",       2880,  24,  64,   8,  64,  2880, 201_088, 1.5e5, 1e-5, 131072, 8192, **_gpt_oss(24, 32)),
     ModelSpec("gpt_oss_120b",          "llama",       2880,  36,  64,   8,  64,  2880, 201_088, 1.5e5, 1e-5, 131072, 8192, **_gpt_oss(36, 128)),
+    # as in the config.json of moonshotai/Moonlight-16B-A3B and deepseek-ai/DeepSeek-V3, without its module that predicts
+    # later tokens
+    ModelSpec("moonlight_16b_a3b",     "llama",       2048,  27,  16,  16, 192, 11264, 163_840, 5e4, 1e-5,   8192,  8192, **_deepseek(_OF_MOONLIGHT)),
+    ModelSpec("deepseek_v3",           "llama",       7168,  61, 128, 128, 192, 18432, 129_280, 1e4, 1e-6, 163840,  4096, **_deepseek(_OF_DEEPSEEK_V3, query_rank=1536, rope_scaling=_YARN_40, score_factor=yarn_amplitude(40.0) ** 2)),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

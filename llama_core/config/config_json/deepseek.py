@@ -6,18 +6,22 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from llama_core.config.config_json.experts import LossWeight
 from llama_core.config.config_json.llama import Context, LlamaJson
-from llama_core.config.config_json.rope import Size, YarnRope, rope_keys
+from llama_core.config.config_json.rope import Positive, Size, YarnRope, rope_keys
 from llama_core.config.model_types import DEEPSEEK_V3
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import YarnScaling, yarn_amplitude
+from llama_core.config.strategy import MoE
 from llama_core.errors import ConfigError
 
 
 class DeepseekV3Json(LlamaJson):
     """A DeepSeek-V3, with the defaults of ``DeepseekV3Config``, which has some for the sizes too.
 
-    Its keys and values are made from a latent, and so are its queries unless ``q_lora_rank`` is null.
+    Its keys and values are made from a latent, and so are its queries unless ``q_lora_rank`` is null. All layers but
+    the first have experts, which a bias balances. The modules that predict later tokens are left out, as transformers
+    leaves them out; ``architecture.mtp_layers`` asks for them.
     """
 
     row = DEEPSEEK_V3
@@ -42,13 +46,50 @@ class DeepseekV3Json(LlamaJson):
     rope_interleave: bool = True
     # layers from this one on have experts
     first_k_dense_replace: int = Field(3, ge=0)
-    # layers that predict later tokens, behind the others
+    moe_layer_freq: Literal[1] = 1
+    """all layers from first_k_dense_replace on have experts"""
+    n_routed_experts: Size = 256
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 2048
+    # together they are one feed-forward of all their widths
+    n_shared_experts: int = Field(1, ge=0)
+    scoring_func: Literal["sigmoid"] = "sigmoid"
+    """the experts of a DeepSeek-V3 are scored by sigmoids"""
+    topk_method: Literal["noaux_tc"] = "noaux_tc"
+    """the experts of a DeepSeek-V3 are balanced by biases"""
+    norm_topk_prob: bool = True
+    routed_scaling_factor: Positive = 2.5
+    n_group: Size | None = 8
+    topk_group: Size | None = 4
+    # of the loss within a sequence, which transformers lacks
+    aux_loss_alpha: LossWeight = 0.0
+    # modules that predict later tokens, behind the layers
     num_nextn_predict_layers: int = Field(1, ge=0)
 
     @property
     def width_of_head(self) -> int:
         """Width of a head of queries and keys; ``head_dim`` is that of its rotated part in transformers 5."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def moe(self) -> MoE | None:
+        """The experts; None if all layers are dense."""
+        if self.first_k_dense_replace >= self.num_hidden_layers:
+            return None
+        first = self.first_k_dense_replace
+        return MoE(
+            num_experts=self.n_routed_experts,
+            expert_size=self.moe_intermediate_size,
+            shared_size=self.n_shared_experts * self.moe_intermediate_size,
+            experts_per_token=self.num_experts_per_tok,
+            moe_layers=tuple(range(first, self.num_hidden_layers)) if first else None,
+            gates="sigmoid_chosen" if self.norm_topk_prob else "sigmoid",
+            gate_scale=self.routed_scaling_factor,
+            expert_groups=self.n_group or 1,
+            groups_per_token=self.topk_group or 1,
+            balance_bias=True,
+            balance_loss_coefficient=self.aux_loss_alpha,
+        )
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -79,18 +120,13 @@ class DeepseekV3Json(LlamaJson):
             yield f"qk_rope_head_dim={self.qk_rope_head_dim} is odd, but the rotary embedding rotates pairs"
         if self.v_head_dim > self.width_of_head:
             yield f"v_head_dim={self.v_head_dim} is above the {self.width_of_head} numbers of a head of queries"
-        if self.first_k_dense_replace < self.num_hidden_layers:
-            yield (
-                f"first_k_dense_replace={self.first_k_dense_replace}: only a DeepSeek-V3 without experts can be "
-                f"trained, whose {self.num_hidden_layers} layers are all dense"
-            )
 
     @classmethod
     def keys_of(cls, spec: ModelSpec) -> dict[str, Any]:
         """Return the keys that describe a model's traits.
 
         Raises:
-            ConfigError: if scores have a factor that does not follow from YaRN.
+            ConfigError: if scores have a factor that does not follow from YaRN, or experts are not like DeepSeek-V3's.
         """
         keys = {
             "attention_bias": False,
@@ -101,10 +137,48 @@ class DeepseekV3Json(LlamaJson):
             "qk_nope_head_dim": spec.head_dim - spec.rope_dim,
             "v_head_dim": spec.value_head_dim,
             "rope_interleave": spec.rope_pairs == "adjacent",
-            "first_k_dense_replace": spec.num_layers,
-            "num_nextn_predict_layers": 0,
+            "num_nextn_predict_layers": spec.mtp_layers,
         }
-        return keys | _keys_of_scores(spec)
+        return keys | _keys_of_scores(spec) | _keys_of_experts(spec)
+
+
+def _keys_of_experts(spec: ModelSpec) -> dict[str, Any]:
+    """Return the keys of a model's experts.
+
+    Raises:
+        ConfigError: if no DeepSeek-V3 has such experts.
+    """
+    moe = spec.moe
+    if moe is None:
+        return {"first_k_dense_replace": spec.num_layers}
+    first = spec.num_layers - spec.num_sparse_layers
+    others = {
+        f"moe.gates={moe.gates}": not moe.has_sigmoids,
+        "moe.balance_bias=false": not moe.balance_bias,
+        f"moe.moe_layers={moe.moe_layers}": not all(map(spec.has_experts, range(first, spec.num_layers))),
+        f"moe.shared_size={moe.shared_size} beside experts of {spec.expert_size}": moe.shared_size % spec.expert_size
+        > 0,
+    }
+    for trait, is_there in others.items():
+        if is_there:
+            raise ConfigError(
+                f"transformers cannot describe {spec.name}: {DeepseekV3Json.architecture()} has no {trait}"
+            )
+    return {
+        "first_k_dense_replace": first,
+        "moe_layer_freq": 1,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": spec.expert_size,
+        "n_shared_experts": moe.shared_size // spec.expert_size,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": moe.gates == "sigmoid_chosen",
+        "routed_scaling_factor": moe.gate_scale,
+        "n_group": moe.expert_groups,
+        "topk_group": moe.groups_per_token,
+        "aux_loss_alpha": moe.balance_loss_coefficient,
+    }
 
 
 def _keys_of_scores(spec: ModelSpec) -> dict[str, Any]:
