@@ -145,10 +145,12 @@ def test_the_optimizer_holds_sixteen_bytes_per_parameter_and_no_temporaries():
     assert held["temporaries"] < 1024 * num_tensors
 
 
-def test_the_flops_are_the_closed_form_plus_the_scores_that_flash_attention_recomputes():
-    config = request("tiny_llama3_50m", "architecture.num_layers=2", *shape(2))
+@pytest.mark.parametrize("mtp_layers", [0, 2])
+def test_the_flops_are_the_closed_form_plus_the_scores_that_flash_attention_recomputes(mtp_layers):
+    modules = f"architecture.mtp_layers={mtp_layers}"
+    config = request("tiny_llama3_50m", "architecture.num_layers=2", modules, *shape(2))
     tokens, spec = 2 * 2048, config.spec
-    scores_again = 2 * spec.num_layers * spec.q_size * 2048
+    scores_again = 2 * spec.num_blocks * spec.q_size * 2048
     expected = tokens * (flops_per_token(spec, 2048) + scores_again)
     assert rehearse(config, choose_plan(config, None)).flops == pytest.approx(expected, rel=1e-6)
 
@@ -495,6 +497,8 @@ def test_a_rank_that_shares_anothers_trace_gives_the_same_result_as_alone():
         nightly("medium", pipeline("chimera", num_microbatches=8), HALF),
         *((spec.name, ParallelPlan(tp=2, num_microbatches=2), HALF) for spec in RELATIVES),
         nightly(RELATIVE.name, ParallelPlan(tp=2, sequence_parallel=False), HALF),
+        nightly("medium", ParallelPlan(tp=2, pp=2, num_microbatches=2), (*HALF, "architecture.mtp_layers=2")),
+        nightly("medium", ParallelPlan(cp=2, zero_stage=3, recompute="full"), (*HALF, "architecture.mtp_layers=1")),
         nightly(RELATIVE.name, ParallelPlan(cp=2, tp=2, recompute="selective", num_microbatches=2), KERNEL),
     ],
     ids=lambda value: (

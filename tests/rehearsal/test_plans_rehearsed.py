@@ -72,27 +72,29 @@ def request(**sections):
 @st.composite
 def legal_plans(draw):
     """Any plan that can be trained, with a configuration that has its sizes."""
+    strategy = draw(
+        st.sampled_from(
+            [
+                {},
+                {"strategy": "lora", "lora": draw(ADAPTERS)},
+                {"strategy": "moe", "moe": draw(EXPERTS)},
+                {
+                    "strategy": "hybrid",
+                    "lora": draw(ADAPTERS),
+                    "moe": draw(EXPERTS) | {"moe_layers": 2},
+                    "trainable": draw(TRAINABLE),
+                },
+            ]
+        )
+    )
     config = request(
-        **draw(
-            st.sampled_from(
-                [
-                    {},
-                    {"strategy": "lora", "lora": draw(ADAPTERS)},
-                    {"strategy": "moe", "moe": draw(EXPERTS)},
-                    {
-                        "strategy": "hybrid",
-                        "lora": draw(ADAPTERS),
-                        "moe": draw(EXPERTS) | {"moe_layers": 2},
-                        "trainable": draw(TRAINABLE),
-                    },
-                ]
-            )
-        ),
+        **strategy,
         training={
             "precision": draw(st.sampled_from(["bf16", "fp32"])),
             "seq_len": draw(st.sampled_from([512, 1024])),
         },
         data={"document_mask": draw(st.booleans())},
+        architecture={"mtp_layers": 0 if "lora" in strategy else draw(st.sampled_from([0, 0, 1, 2]))},
         launch={"device": draw(st.sampled_from(["cpu", "cuda"]))},
     )
     zero_stage = draw(st.sampled_from([0, 1, 2, 3]))
