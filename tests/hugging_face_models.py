@@ -1,9 +1,12 @@
 """Models of transformers, small and with large weights, to compare ours with."""
 
 from dataclasses import asdict, replace
+from math import log
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -29,7 +32,7 @@ from llama_core.config.model_types import Layout
 from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import model_spec
 from llama_core.hugging_face.weight_names import hugging_face_names, is_per_expert, other_layouts
-from llama_core.models.llama import Llama
+from llama_core.models.llama import Llama, named_weights
 from llama_core.training.weight_sources import weight_in
 
 
@@ -44,6 +47,8 @@ def shrunk(name):
     moe = spec.moe
     if moe is not None:
         few = {"num_experts": 6, "experts_per_token": min(3, moe.experts_per_token)}
+        if moe.expert_groups > 1:
+            few |= {"expert_groups": 3, "groups_per_token": 2}
         moe = moe.with_widths(48, 48).model_copy(update=few)
     return replace(
         spec,
@@ -53,6 +58,10 @@ def shrunk(name):
         head_dim=16,
         ffn_size=96,
         vocab_size=128,
+        kv_rank=20 if spec.kv_rank else 0,
+        query_rank=24 if spec.query_rank else 0,
+        rope_dim=6 if spec.rope_dim else 0,
+        value_dim=12 if spec.value_dim else 0,
         rope_scaling=scaling,
         sliding_window=window,
         attention_chunk=10 if spec.attention_chunk else 0,
@@ -64,6 +73,7 @@ def shrunk(name):
 def class_of(spec):
     """Return transformers' configuration and model with the traits of a spec."""
     of_traits = {
+        (DeepseekV3Config, DeepseekV3ForCausalLM): spec.kv_rank,
         (GptOssConfig, GptOssForCausalLM): spec.attention_sinks,
         (Llama4TextConfig, Llama4ForCausalLM): spec.rope_pairs == "adjacent",
         (Gemma3TextConfig, Gemma3ForCausalLM): spec.scaled_embedding,
@@ -106,16 +116,20 @@ def hugging_face_config(spec, kind=None, **settings):
     if kind is Llama4TextConfig:
         settings |= of_llama4(spec)
     rope = mapping_of(spec.rope(0))
+    if kind is DeepseekV3Config:
+        settings |= of_deepseek(spec)
+        if spec.score_factor != 1.0:
+            rope |= {"mscale_all_dim": 10 * (spec.score_factor**0.5 - 1) / log(spec.rope_scaling.factor)}
     if kind in {Olmo3Config, Gemma3TextConfig}:
         rope = {kind: mapping_of(spec.rope(layer)) for layer, kind in enumerate(layer_types)}
     return kind(
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.expert_size,
+        intermediate_size=spec.ffn_size if kind is DeepseekV3Config else spec.expert_size,
         num_hidden_layers=spec.num_layers,
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        head_dim=spec.rope_dim or spec.head_dim,
         rms_norm_eps=spec.norm_eps,
         max_position_embeddings=spec.max_context,
         rope_parameters=rope,
@@ -142,6 +156,30 @@ def of_llama4(spec):
     }
 
 
+def of_deepseek(spec):
+    """Return the settings that only a DeepSeek-V3 has."""
+    moe = spec.moe
+    return {
+        "kv_lora_rank": spec.kv_rank,
+        "q_lora_rank": spec.query_rank or None,
+        "qk_rope_head_dim": spec.rope_dim,
+        "qk_nope_head_dim": spec.head_dim - spec.rope_dim,
+        "v_head_dim": spec.value_head_dim,
+        "rope_interleave": spec.rope_pairs == "adjacent",
+        "first_k_dense_replace": spec.num_layers - spec.num_sparse_layers,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.expert_size,
+        "n_shared_experts": moe.shared_size // moe.expert_size,
+        "norm_topk_prob": moe.gates == "sigmoid_chosen",
+        "routed_scaling_factor": moe.gate_scale,
+        "n_group": moe.expert_groups,
+        "topk_group": moe.groups_per_token,
+        "num_nextn_predict_layers": spec.mtp_layers,
+        "aux_loss_alpha": moe.balance_loss_coefficient,
+    }
+
+
 def hugging_face_model(spec, attention="sdpa"):
     if spec.attention_sinks:  # which no other attention there has
         attention = "eager"
@@ -156,6 +194,9 @@ def model_with_large_weights(spec):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(mean=float(parameter.ndim == 1), std=0.25, generator=generator)
+        for name, weight in named_weights(model):
+            if name in spec.buffer_shapes:
+                weight.normal_(std=0.25, generator=generator)
     return model
 
 
@@ -165,7 +206,7 @@ def renamed(model):
     spec = model.spec
     layouts = other_layouts(spec)
     stored = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_weights(model):
         layout = layouts.get(name, Layout())
         for expert, theirs in enumerate(hugging_face_names(name, spec)):
             weight = parameter[expert] if is_per_expert(name, spec) else parameter
@@ -175,15 +216,34 @@ def renamed(model):
     return stored
 
 
+def in_memory(stored):
+    """Return stored tensors as transformers holds them, with the matrices of all experts of a layer in one."""
+    held = dict(stored)
+    for name in stored:
+        experts, is_first, _ = name.partition(".experts.0.gate_proj")
+        if is_first:
+            numbers = range(sum(other.startswith(f"{experts}.experts.") for other in stored) // 3)
+            gate, up, down = (
+                torch.stack([held.pop(f"{experts}.experts.{number}.{part}.weight") for number in numbers])
+                for part in ("gate_proj", "up_proj", "down_proj")
+            )
+            held |= {f"{experts}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{experts}.experts.down_proj": down}
+    return held
+
+
 def gradient_of(theirs, name, spec):
     """Return the gradient of our parameter in a transformers model, as we lay it out."""
+    if is_per_expert(name, spec):
+        stacked = "down_proj" if ".w2." in name else "gate_up_proj"
+        gradient = theirs.get_parameter(f"model.{name.split('.feed_')[0]}.mlp.experts.{stacked}").grad
+        return gradient if ".w2." in name else gradient.chunk(2, dim=1)[".w3." in name]
     stored = theirs.get_parameter(hugging_face_name(name, spec.model_type)).grad
     return weight_in(stored, other_layouts(spec).get(name, Layout()))
 
 
 def load(theirs, ours):
     """Load our weights into a transformers model."""
-    theirs.load_state_dict(renamed(ours), strict=not ours.spec.tied_embeddings)
+    theirs.load_state_dict(in_memory(renamed(ours)), strict=not ours.spec.tied_embeddings)
 
 
 def random_tokens(*shape):

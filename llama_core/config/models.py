@@ -164,7 +164,7 @@ _VARIANTS = (
     # as in the config.json of moonshotai/Moonlight-16B-A3B and deepseek-ai/DeepSeek-V3, without its module that predicts
     # later tokens
     ModelSpec("moonlight_16b_a3b",     "llama",       2048,  27,  16,  16, 192, 11264, 163_840, 5e4, 1e-5,   8192,  8192, **_deepseek(_OF_MOONLIGHT)),
-    ModelSpec("deepseek_v3",           "llama",       7168,  61, 128, 128, 192, 18432, 129_280, 1e4, 1e-6, 163840,  4096, **_deepseek(_OF_DEEPSEEK_V3, query_rank=1536, rope_scaling=_YARN_40, score_factor=yarn_amplitude(40.0) ** 2)),
+    ModelSpec("deepseek_v3",           "llama",       7168,  61, 128, 128, 192, 18432, 129_280, 1e4, 1e-6, 163840,  8192, **_deepseek(_OF_DEEPSEEK_V3, query_rank=1536, rope_scaling=_YARN_40, score_factor=yarn_amplitude(40.0) ** 2)),
 )
 # fmt: on
 _REGISTRY = {spec.name: spec for spec in _VARIANTS}

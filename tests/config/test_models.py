@@ -57,6 +57,8 @@ PARAMETERS = {
     "llama4_maverick": 400_711_848_960,
     "gpt_oss_20b": 20_914_757_184,
     "gpt_oss_120b": 116_829_156_672,
+    "moonlight_16b_a3b": 15_960_108_544,
+    "deepseek_v3": 671_026_404_352,
 }
 
 

@@ -55,6 +55,13 @@ OF_DEEPSEEK = SIZES | {
     "v_head_dim": 10,
     "first_k_dense_replace": 3,
 }
+OF_DEEPSEEKS_EXPERTS = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "num_nextn_predict_layers": 0,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -85,6 +92,15 @@ RELATIVES = {
     "deepseek_v3, dense, one matrix to queries": DeepseekV3Config(
         **OF_DEEPSEEK | {"q_lora_rank": None, "v_head_dim": 20}, rope_interleave=False, rope_parameters=YARN
     ),
+    "deepseek_v3": DeepseekV3Config(
+        **OF_DEEPSEEK | OF_DEEPSEEKS_EXPERTS, n_group=4, topk_group=2, rope_parameters=YARN | {"mscale_all_dim": 1.0}
+    ),
+    "deepseek_v3, one group": DeepseekV3Config(
+        **OF_DEEPSEEK | OF_DEEPSEEKS_EXPERTS | {"q_lora_rank": None, "n_shared_experts": 2},
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=False,
+    ),
     "mixtral": MixtralConfig(**SIZES, **WINDOW, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, use_sliding_window=True),
     "qwen3_moe, gates add up": Qwen3MoeConfig(**SIZES, **WINDOW, **EXPERTS, norm_topk_prob=True),
@@ -100,6 +116,9 @@ def saved(kind, path):
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1 or name.endswith("bias"):
             parameter.add_(torch.randn_like(parameter), alpha=0.25)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.add_(torch.randn_like(buffer), alpha=0.25)
     model.save_pretrained(path)
     return model(TOKENS).logits
 
@@ -176,6 +195,7 @@ def test_weights_of_norms_that_are_stored_less_one_come_back_bit_for_bit(strateg
             ("deepseek_v3, dense, one matrix to queries", "dora", "lora"),
         ),
         *((name, "lora", "hybrid") for name in ("gpt_oss", "llama4_text, chunks", "llama4_text, some experts")),
+        ("deepseek_v3", "lora", "hybrid"),
     ],
 )
 def test_adapters_of_a_relative_are_merged_to_the_same_logits(relative, method, strategy, tmp_path):
