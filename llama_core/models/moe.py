@@ -367,9 +367,8 @@ class Routers:
         self._layers = layers
         self._num_layers = spec.num_blocks
         self._sparse = [layer for layer in range(spec.num_blocks) if spec.has_experts(layer)]
-        # of biases, which are equal on all ranks that hold them: the largest, and how many ranks these are
-        num_of_biases = 2 if moe.balance_bias else 0
-        self.num_sums = spec.num_blocks * (moe.num_experts + NUM_SUMS + num_of_biases)
+        # with balance biases, also the largest, which is equal on all ranks of a layer, times the tokens of each
+        self.num_sums = spec.num_blocks * (moe.num_experts + NUM_SUMS + moe.balance_bias)
         kinds = ("expert_load", "router_entropy", *(("balance_bias",) if moe.balance_bias else ()))
         by_layer = [f"{name}{OF_LAYER}{layer}" for name in kinds for layer in self._sparse]
         self.names = ["balance_loss", "router_z_loss", "router_entropy", "expert_load", "unused_experts", *by_layer]
@@ -386,10 +385,10 @@ class Routers:
                 if total is None:
                     total = statistics.new_zeros((self._num_layers, self.num_sums // self._num_layers))
                 total[int(name), : len(statistics)] = statistics
-                statistics.zero_()
                 if mixture.balance_bias is not None:
-                    total[int(name), -2] = local_part(mixture.balance_bias).abs().max()
-                    total[int(name), -1] = 1.0
+                    tokens = statistics[: self._moe.num_experts].sum()
+                    total[int(name), -1] = tokens * local_part(mixture.balance_bias).abs().max()
+                statistics.zero_()
         return None if total is None else total.flatten()
 
     def of_step(self, sums: Sequence[float]) -> dict[str, float]:
@@ -401,7 +400,7 @@ class Routers:
         the mean of its experts, in the layer where this is highest. ``unused_experts`` is how many experts of all
         layers got no token. ``balance_bias`` is the largest of a layer in size, after the step.
         """
-        tokens_LE, sums_LS, biases_L = self._rows(sums)
+        tokens_LE, sums_LS, of_biases = self._rows(sums)
         if not tokens_LE.any():
             return {}
         tokens_L = tokens_LE.sum(1) / self._moe.experts_per_token
@@ -409,7 +408,8 @@ class Routers:
         loads = (tokens_LE.max(1) / tokens_LE.mean(1)).tolist()
         entropies = (sums_LS[:, -1] / tokens_L).tolist()
         of_all = (balance, z_loss, entropy, max(loads), float((tokens_LE == 0).sum()))
-        return dict(zip(self.names, (*of_all, *loads, *entropies, *biases_L), strict=True))
+        biases = (of_biases / tokens_LE.sum(1, keepdims=True)).flatten().tolist()
+        return dict(zip(self.names, (*of_all, *loads, *entropies, *biases), strict=True))
 
     def expert_shares(self, sums: Sequence[float]) -> dict[str, tuple[float, ...]]:
         """Return which share of a layer's routed tokens each of its experts got, by the layer's number."""
@@ -419,8 +419,8 @@ class Routers:
         shares_LE = tokens_LE / tokens_LE.sum(1, keepdims=True)
         return {str(layer): tuple(row) for layer, row in zip(self._sparse, shares_LE.tolist(), strict=True)}
 
-    def _rows(self, sums: Sequence[float]) -> tuple[np.ndarray, np.ndarray, list[float]]:
-        """Return, for each sparse layer, its experts' tokens, sums over its tokens, and its largest balance bias."""
+    def _rows(self, sums: Sequence[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return, for each sparse layer, the tokens of its experts, the sums over its tokens, and that of biases."""
         rows = np.reshape(sums, (self._num_layers, -1))[self._sparse]
-        tokens_LE, sums_LS, biases_L2 = np.split(rows, np.cumsum((self._moe.num_experts, NUM_SUMS)), axis=1)
-        return tokens_LE, sums_LS, (biases_L2[:, 0] / biases_L2[:, 1]).tolist() if biases_L2.size else []
+        tokens_LE, sums_LS, of_biases = np.split(rows, np.cumsum((self._moe.num_experts, NUM_SUMS)), axis=1)
+        return tokens_LE, sums_LS, of_biases
