@@ -79,7 +79,7 @@ class DeepseekV3Json(LlamaJson):
         first = self.first_k_dense_replace
         return MoE(
             num_experts=self.n_routed_experts,
-            expert_size=self.moe_intermediate_size,
+            expert_size=0 if self.moe_intermediate_size == self.intermediate_size else self.moe_intermediate_size,
             shared_size=self.n_shared_experts * self.moe_intermediate_size,
             experts_per_token=self.num_experts_per_tok,
             moe_layers=tuple(range(first, self.num_hidden_layers)) if first else None,
