@@ -1,9 +1,10 @@
 """Initial weights, inspected without torch: a Hugging Face or PEFT folder, or a checkpoint of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain
+from itertools import chain, count, takewhile
 from pathlib import Path
+from typing import TypeVar
 
 from llama_core.config.config_json.reading import read_folder
 from llama_core.config.model_weights import SHOWN_BY_NAMES, hugging_face_name
@@ -50,6 +51,7 @@ from llama_core.records.checkpoints import (
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json
 
+_Tensor = TypeVar("_Tensor")
 _CONFIG = "config.yaml"
 _EMBEDDING = "model.embed_tokens.weight"
 _FIXED = ("num_heads", "tied_embeddings")
@@ -61,9 +63,11 @@ _SHOWN_BY_WEIGHTS = (
 """Traits by which names or shapes of weights differ, so that ``check_weights`` compares them."""
 _NOT_OF_WEIGHTS = (
     *("name", "family", "max_context", "default_seq_len", "instruct"),
-    *("moe", "lora", "trainable", "base"),
+    *("moe", "mtp_layers", "lora", "trainable", "base"),
 )
-"""Fields that say what a model is called, used for and trained by, and experts, which a dense model may become."""
+"""Fields that say what a model is called, used for and trained by, and what it may have that its weights lack."""
+_OF_MODULES = ("embed_tokens.weight", "shared_head.head.weight")
+"""What files hold again in each prediction module: the embedding and the head."""
 _MOVABLE = tuple(
     trait.name for trait in fields(ModelSpec) if trait.name not in (*_FIXED, *_SHOWN_BY_WEIGHTS, *_NOT_OF_WEIGHTS)
 )
@@ -230,8 +234,37 @@ def _check_complete(checkpoint: Path) -> None:
 def _check_architecture(spec: ModelSpec, source_spec: ModelSpec, source: Path) -> list[str]:
     """Refuse a run's model unless it has the shapes of ``spec``; return a sentence for each other difference."""
     _check_fixed(spec, source_spec, source)
-    check_weights(_as_stored(source_spec, spec), hugging_face_shapes(source_spec), source=str(source))
-    return _moved(spec, source_spec, source)
+    both = min(spec.mtp_layers, source_spec.mtp_layers)
+    shapes = hugging_face_shapes(replace(source_spec, mtp_layers=both))
+    check_weights(replace(_as_stored(source_spec, spec), mtp_layers=both), shapes, source=str(source))
+    return _moved(spec, source_spec, source) + _other_modules(spec, source_spec.mtp_layers, source)
+
+
+def _other_modules(spec: ModelSpec, num_stored: int, source: Path) -> list[str]:
+    """Return a sentence on the prediction modules that only the model has, or only the weights it starts from."""
+    if num_stored < spec.mtp_layers:
+        drawn = spec.mtp_layers - num_stored
+        return [f"{source} lacks {drawn} of architecture.mtp_layers={spec.mtp_layers}, which begin at random"]
+    if num_stored > spec.mtp_layers:
+        return [f"{source} has {num_stored} prediction modules; architecture.mtp_layers={num_stored} reads all of them"]
+    return []
+
+
+def _num_modules(tensors: Container[str], spec: ModelSpec) -> int:
+    """Return how many prediction modules files hold behind the layers of a model."""
+    blocks = takewhile(lambda block: f"model.layers.{block}.eh_proj.weight" in tensors, count(spec.num_layers))
+    return sum(1 for _ in blocks)
+
+
+def _without_other_modules(tensors: Mapping[str, _Tensor], spec: ModelSpec, num_stored: int) -> dict[str, _Tensor]:
+    """Return the tensors without modules that a model has not, and without their copies of embedding and head."""
+    kept = dict(tensors)
+    for block in range(spec.num_layers, spec.num_layers + num_stored):
+        prefix = f"model.layers.{block}."
+        for name in tensors:
+            if name.startswith(prefix) and (block >= spec.num_blocks or name.removeprefix(prefix) in _OF_MODULES):
+                del kept[name]
+    return kept
 
 
 def _as_stored(source_spec: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
@@ -250,10 +283,17 @@ def _as_stored(source_spec: ModelSpec | None, spec: ModelSpec) -> ModelSpec:
 
 
 def stored_model(spec: ModelSpec, origin: Origin) -> ModelSpec:
-    """Return ``spec``, without experts or balance biases if the full model of an origin has none."""
+    """Return ``spec``, without what the full model of an origin lacks: experts, balance biases, prediction modules."""
     if origin.base is None:
         return _as_stored(origin.drawn_by.spec if origin.drawn_by else None, spec)
-    return _as_stored(saved_run(origin.base).spec if is_checkpoint(origin.base) else _model_of(origin.base), spec)
+    if is_checkpoint(origin.base):
+        source_spec = saved_run(origin.base).spec
+        num_modules = source_spec.mtp_layers
+        stored = _as_stored(source_spec, spec)
+    else:
+        stored = _as_stored(_model_of(origin.base), spec)
+        num_modules = _num_modules(read_tensors(origin.base), spec) if spec.mtp_layers else 0
+    return replace(stored, mtp_layers=min(spec.mtp_layers, num_modules))
 
 
 def names_with_adapters(spec: ModelSpec, origin: Origin) -> frozenset[str]:
@@ -340,6 +380,11 @@ def hugging_face_weights(
         # the files have both, whatever config.json says they share
         source_spec = replace(source_spec, tied_embeddings=spec.tied_embeddings)
     _check_fixed(spec, source_spec, folder)
+    num_modules = _num_modules(tensors, spec)
+    for note in _other_modules(spec, num_modules, folder):
+        tell(note)
+    tensors = _without_other_modules(tensors, spec, num_modules)
+    spec = replace(spec, mtp_layers=min(spec.mtp_layers, num_modules))
     check_weights(spec, {name: tensor.shape for name, tensor in tensors.items()}, source=str(folder))
     stored: dict[str, tuple[StoredTensor, ...]] = {}
     for name in spec.weight_shapes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from llama_core.config.config_json.writing import config_json
+from llama_core.config.config_json.writing import config_json, without_unstated_modules
 from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
@@ -169,7 +169,7 @@ def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> 
         )
     spec = config.spec
     if merged or not _is_for_peft(spec):
-        config_json(spec)
+        config_json(without_unstated_modules(spec))
     if spec.lora is not None:
         origin = origin_of(checkpoint)
         if merged or not _is_for_peft(spec) or spec.lora.take_principal_part:
@@ -217,13 +217,12 @@ def _write_model(
 
     if config.spec.lora is not None:
         tell(f"adapters added to {_base(origin_of(checkpoint), config)}")
+    spec = without_unstated_modules(config.spec)
+    if spec.mtp_layers < config.spec.mtp_layers:
+        tell(f"the modules of mtp_layers={config.spec.mtp_layers} are left out: {spec.model_type.name} has none")
     ends = generation.get("eos_token_id")
-    _write_json(
-        folder / "config.json", config_json(config.spec, dtype, bos_id=generation.get("bos_token_id"), eos_id=ends)
-    )
-    write_hugging_face(
-        checkpoint, config.spec, folder, dtype=dtype, others=others, on_file=lambda name: tell(f"wrote {name}")
-    )
+    _write_json(folder / "config.json", config_json(spec, dtype, bos_id=generation.get("bos_token_id"), eos_id=ends))
+    write_hugging_face(checkpoint, spec, folder, dtype=dtype, others=others, on_file=lambda name: tell(f"wrote {name}"))
 
 
 def _write_adapters(

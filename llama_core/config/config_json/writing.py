@@ -1,5 +1,6 @@
 """Write the ``config.json`` that describes an architecture, for transformers 4 and 5."""
 
+from dataclasses import replace
 from typing import Any
 
 from llama_core.config.config_json.families import FAMILIES
@@ -58,6 +59,12 @@ def config_json(
         "torch_dtype": DTYPES[dtype],  # of transformers 4
     }
     return sizes | rope_keys(spec.rope_theta, spec.rope_scaling) | rest | family.keys_of(spec)
+
+
+def without_unstated_modules(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``, without its prediction modules if the type with its other traits does not state them."""
+    without = replace(spec, mtp_layers=0)
+    return without if "mtp_layers" in without.model_type.lacking(spec.traits) else spec
 
 
 def _family_of(spec: ModelSpec) -> type[LlamaJson]:
