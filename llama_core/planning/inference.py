@@ -5,7 +5,8 @@ It holds no gradients, and the activations of one layer at a time:
 * weights: tensor-parallel ranks hold a part of every matrix and of the vocabulary, pipeline-parallel ones some layers.
 * forward: of each token, the residual stream and the widest tensors inside a block.
 * logits: after the last block, a chunk of them in fp32, and what the log-softmax makes of it.
-* cache: while texts are generated, the keys and values of each token in every layer.
+* cache: while texts are generated, the keys and values of each token in every layer, or the latents that they are
+  made from.
 
 The mask of padded prompts is left out. A test counts the bytes of real evaluations.
 """
@@ -70,9 +71,14 @@ def _bytes_of_stage(spec: ModelSpec, tp: int, layers: range, itemsize: int, forw
     passing = stream + max(block, logits)
     cache = 0
     if forward.is_kept:
-        cache = forward.tokens * itemsize * len(layers) * 2 * spec.kv_size // tp
+        cache = forward.tokens * itemsize * len(layers) * _kept_width(spec, tp)
         passing = max(passing, cache // 2)  # later, when half of the rows have ended and the others are copied
     return _weight_bytes(spec, tp, layers, itemsize) + passing + cache
+
+
+def _kept_width(spec: ModelSpec, tp: int) -> int:
+    """Return the numbers that a rank keeps of each token in a layer: keys and values, or what they are made from."""
+    return spec.kv_down_size if spec.kv_rank else 2 * spec.kv_size // tp
 
 
 def passing_width(spec: ModelSpec, tp: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from distributed import run_ranks
-from parity import ADAPTED_RELATIVE, DORA, PACKED, RELATIVE, SPARSE, TIED, draw_adapters
+from parity import ADAPTED_LATENT, ADAPTED_RELATIVE, DORA, LATENT, PACKED, RELATIVE, SPARSE, TIED, draw_adapters
 from tiers import cases
 
 from llama_core.evaluation.inference.batched_generation import generate_rows
@@ -24,6 +24,8 @@ SPECS = {
     "relative": RELATIVE,
     "dora": DORA,
     "nf4": PACKED,
+    "latents": LATENT,
+    "latents with adapters": ADAPTED_LATENT,
 }
 DIVIDED = ParallelPlan(tp=2, pp=2, sequence_parallel=False)
 COPIES = ParallelPlan(pp=2, dp_replicate=2, sequence_parallel=False)

@@ -35,6 +35,8 @@ SPECS = {
     "experts, sinks, biases": shrunk("gpt_oss_20b"),
     "chunks, layers without rotation, experts": shrunk("llama4_scout"),
     "temperatures, experts in some layers": replace(shrunk("llama4_maverick"), num_layers=3, attention_chunk=0),
+    "latents, experts in groups": shrunk("deepseek_v3"),
+    "latents of keys and values alone": shrunk("moonlight_16b_a3b"),
     "untied, linear": replace(shrunk("code_llama_34b"), rope_scaling=LinearScaling(4.0)),
 }
 NO_SPECIAL_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

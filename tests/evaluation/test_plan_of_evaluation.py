@@ -124,7 +124,11 @@ def texts(model):
 
 
 @pytest.mark.parametrize("compute", [losses, scores, texts])
-@pytest.mark.parametrize("sizes", [{}, nightly({"num_layers": 16, "num_kv_heads": 32})], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"num_kv_heads": 32, "kv_rank": 48, "rope_dim": 4}, nightly({"num_layers": 16, "num_kv_heads": 32})],
+    ids=["few", "latents", "many"],
+)
 def test_evaluations_hold_as_many_bytes_as_they_are_estimated_to(compute, sizes):
     spec = replace(model_spec("llama3_8b"), **({"hidden_size": 256, "num_layers": 2, "ffn_size": 896} | sizes))
     spec = replace(spec, head_dim=8, vocab_size=128)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hugging_face_models import model_with_large_weights
 from test_soft_cap import check_losses_of_packed_rows, check_texts_with_a_cache
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
@@ -12,6 +13,8 @@ from llama_core.config.model_weights import hugging_face_name
 from llama_core.config.models import ModelSpec
 from llama_core.config.rope import QueryTemperature
 from llama_core.errors import ConfigError
+from llama_core.evaluation.inference.batched_generation import generate_rows
+from llama_core.evaluation.inference.generation import Cache
 from llama_core.models.attention import use_kernels
 from llama_core.models.latent_attention import LatentAttention
 from llama_core.models.llama import Llama
@@ -94,6 +97,32 @@ def test_packed_documents_have_the_losses_that_they_have_alone(spec):
     check_losses_of_packed_rows(both(spec)[0], 1e-5)
 
 
+@pytest.mark.parametrize("changes", [{}, {"attention_sinks": True}, {"attention_soft_cap": 2.0}, {"num_layers": 1}])
+@torch.no_grad()
+def test_a_cache_keeps_the_latents_alone_and_gives_the_logits_of_one_forward(changes):
+    model = model_with_large_weights(replace(SPEC, **changes))
+    tokens_BS = torch.arange(20)[None] % 32
+    expected = model(tokens_BS)
+    cache = Cache(model)
+    logits = torch.cat([model(tokens_BS[:, begin:end]) for begin, end in ((0, 9), (9, 10), (10, 15), (15, 20))], dim=1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    for keys, values in cache._kept.values():
+        assert (keys.numel(), values.numel()) == (20 * (SPEC.kv_rank + SPEC.rope_dim), 0)
+
+
+@torch.no_grad()
+def test_a_text_is_continued_with_the_weights_that_a_model_has_by_then():
+    model = model_with_large_weights(SPEC)
+    before = generate_rows(model, [[3, 1, 4]], num_tokens=5, is_end=lambda *_: False)
+    for block in model.layers.values():
+        block.attention.wkv_b.weight.mul_(-1.5)
+    after = generate_rows(model, [[3, 1, 4]], num_tokens=5, is_end=lambda *_: False)
+    assert after != before
+    other = model_with_large_weights(SPEC)
+    other.load_state_dict(model.state_dict())
+    assert generate_rows(other, [[3, 1, 4]], num_tokens=5, is_end=lambda *_: False) == after
+
+
 def test_texts_with_a_cache_are_those_without():
     latents = {"kv_rank": 24, "query_rank": 20, "rope_dim": 8, "value_dim": 12}
     check_texts_with_a_cache(qkv_bias=False, num_kv_heads=4, **latents)
@@ -102,7 +131,7 @@ def test_texts_with_a_cache_are_those_without():
 def test_every_head_shares_the_rotated_part_of_a_key_and_zeros_follow_its_values():
     layer = both(SPEC)[0].layers["0"].attention
     x = torch.randn(1, 5, SPEC.hidden_size, generator=torch.Generator().manual_seed(1))
-    k, v = layer.keys_and_values(x, positional(SPEC.rope(0), torch.arange(5)[None]))
+    k, v = layer.keys_and_values(*layer.latents(x, positional(SPEC.rope(0), torch.arange(5)[None])))
     assert (k[..., 8:] == k[:, :, :1, 8:]).all()
     assert (k[..., :8] != k[:, :, :1, :8]).any()
     assert not v[..., SPEC.value_dim :].any()
@@ -118,8 +147,9 @@ def test_layers_without_rotation_know_only_the_temperature_of_a_query(kind):
     plain = layer.queries(x, None)
     factor = 1.0 if kind is None else positional(kind, torch.arange(7)[None])
     torch.testing.assert_close(layer.queries(x, positional(kind, torch.arange(7)[None])), plain * factor)
-    keys = layer.keys_and_values(x, None)
-    assert (layer.keys_and_values(x, positional(kind, torch.arange(7)[None]))[0] == keys[0]).all()
+    keys = layer.keys_and_values(*layer.latents(x, None))
+    placed = layer.latents(x, positional(kind, torch.arange(7)[None]))
+    assert (layer.keys_and_values(*placed)[0] == keys[0]).all()
 
 
 @pytest.mark.parametrize(

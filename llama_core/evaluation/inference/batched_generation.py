@@ -64,8 +64,8 @@ class _PaddedCache:
     def with_earlier(self, block: Attention, k_BKSH: Tensor, v_BKSH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values kept of a block and the new ones, which are kept too, [B, K, J, H]."""
         if block not in self._kept:
-            shape = (*k_BKSH.shape[:2], self._capacity, k_BKSH.shape[3])
-            self._kept[block] = k_BKSH.new_empty(shape), v_BKSH.new_empty(shape)
+            rooms = [new.new_empty(*new.shape[:2], self._capacity, new.shape[3]) for new in (k_BKSH, v_BKSH)]
+            self._kept[block] = rooms[0], rooms[1]
         end = self._num_tokens
         begin = end - k_BKSH.shape[2]
         keys_BKJH, values_BKJH = self._kept[block]
