@@ -64,7 +64,7 @@ def _bytes_of_stage(spec: ModelSpec, tp: int, layers: range, itemsize: int, forw
     stream = forward.tokens * itemsize * _STREAMS * spec.hidden_size
     block = forward.tokens * itemsize * _widest(spec) // tp
     logits = 0
-    if layers.stop == spec.num_layers:
+    if layers.stop == spec.num_blocks:
         vocab_rows = spec.vocab_size // tp
         tokens_of_chunk = min(forward.tokens, loss_chunk_tokens(vocab_rows, spec.hidden_size, FP32_BYTES))
         logits = _COPIES_OF_LOGITS * vocab_rows * FP32_BYTES * tokens_of_chunk
