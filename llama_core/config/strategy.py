@@ -127,8 +127,8 @@ class LoRA(_Strategy):
     target_modules: Annotated[tuple[str, ...], _Listed] = ATTENTION_MATRICES
     """Matrices with adapters: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, embed_tokens, lm_head.
 
-    all-linear means the first seven, and all in layers with latent attention: q_a_proj, q_b_proj, kv_a_proj_with_mqa,
-    kv_b_proj.
+    all-linear means the first seven. With latent attention, the first four together mean its own: q_a_proj, q_b_proj,
+    kv_a_proj_with_mqa, kv_b_proj and o_proj.
     """
 
     @field_validator("target_modules", mode="before")
@@ -144,8 +144,13 @@ class LoRA(_Strategy):
     @property
     def in_layers(self) -> tuple[str, ...]:
         """Targets inside the layers."""
-        latents = LATENT_MATRICES if set(MATRICES) <= set(self.target_modules) else ()
+        latents = LATENT_MATRICES if self._means_all_of_attention else ()
         return (*(target for target in self.target_modules if target in IN_LAYERS and target not in latents), *latents)
+
+    @property
+    def _means_all_of_attention(self) -> bool:
+        """Whether the targets stand for all matrices of attention, also where it makes keys and values of latents."""
+        return set(ATTENTION_MATRICES) <= set(self.target_modules)
 
     @property
     def outside_layers(self) -> tuple[str, ...]:
@@ -250,7 +255,7 @@ class LoRA(_Strategy):
             )
         own = {last_word(name) for name in in_layers}
         lacking = [name for name in self.in_layers if name in _OF_ATTENTION and name not in own]
-        if lacking and not set(MATRICES) <= set(self.target_modules):
+        if lacking and not self._means_all_of_attention:
             yield (
                 f"lora.target_modules has {' and '.join(lacking)}, which this model lacks; it has "
                 f"{', '.join(name for name in IN_LAYERS if name in own)}, which {ALL_LINEAR} means"

@@ -120,6 +120,8 @@ class Architecture:
         norms = self.num_norms * h
         if self.norms_queries:
             norms += 2 * self.head_dim if self.qk_norm_width == "head" else self.query_size + self.key_size
+        if self.latent:
+            norms += self.latent.query_rank + self.latent.kv_rank
         total += self.num_layers * (self.attention_parameters + norms)
         total += (self.num_layers - self.num_expert_layers) * self.ffn_parameters(self.ffn_size)
         if experts:
