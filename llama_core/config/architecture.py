@@ -199,6 +199,7 @@ class ArchitectureConfig(Section):
         return ModelSpec(folder_name(folder), "llama", **traits, default_seq_len=default_seq_len)
 
     def _over(self, spec: ModelSpec) -> ModelSpec:
+        spec = spec.shortened(self.num_layers)
         own = spec.rope_scaling
         max_context = spec.max_context
         scaling = self.rope_scaling.over(own, max_context)

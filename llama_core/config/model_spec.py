@@ -552,6 +552,31 @@ class ModelSpec:
         nope = self.nope_layers and self._among_few(self.nope_layers, num_layers)
         return replace(self, num_layers=num_layers, windowed_layers=windowed, nope_layers=nope, moe=moe)
 
+    def shortened(self, num_layers: object) -> Self:
+        """Return the model without its last layers, if ``num_layers`` is a smaller number of layers than its own.
+
+        It has no experts if all layers that have some are left out.
+        """
+        if not isinstance(num_layers, int) or not 0 < num_layers < self.num_layers:
+            return self
+        moe = self.moe
+        if moe is not None and isinstance(moe.moe_layers, tuple):
+            sparse = _below(num_layers, moe.moe_layers)
+            moe = moe.model_copy(update={"moe_layers": sparse}) if sparse else None
+        # without a layer in it, windowed_layers would mean all of them
+        windowed = _below(num_layers, self.windowed_layers)
+        window = self.sliding_window if windowed or not self.windowed_layers else 0
+        return replace(
+            self,
+            num_layers=num_layers,
+            sliding_window=window,
+            windowed_layers=windowed,
+            windowed_rope_theta=self.windowed_rope_theta if windowed else 0.0,
+            nope_layers=_below(num_layers, self.nope_layers),
+            query_temperature_scale=self.query_temperature_scale if _below(num_layers, self.nope_layers) else 0.0,
+            moe=moe,
+        )
+
     def _among_few(self, layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
         """Return which of a few layers stand for some of this model's: one at least, and not all unless these are."""
         kept = [layer for layer in range(num_layers) if layer in layers] or [num_layers - 1]
@@ -731,6 +756,11 @@ class ModelSpec:
     def idle_parameters(self) -> int:
         """Parameters of the experts of a layer that a token is not routed to."""
         return (self.num_experts - self.moe.experts_per_token) * self.expert_parameters if self.moe else 0
+
+
+def _below(num_layers: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Return those of some layers that a model with fewer layers has."""
+    return tuple(layer for layer in layers if layer < num_layers)
 
 
 def _by_layer(names: frozenset[str], num_layers: int) -> list[frozenset[str]]:

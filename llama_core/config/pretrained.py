@@ -107,7 +107,9 @@ def with_experts_of_model(given: dict[str, Any]) -> dict[str, Any]:
     if "moe" not in PARTS.get(str(strategy), ()):
         return given
     try:
-        moe = (read_folder(model) if is_folder(model) else model_spec(model)).moe
+        spec = read_folder(model) if is_folder(model) else model_spec(model)
+        num_layers = architecture.get("num_layers") if isinstance(architecture, dict) else None
+        moe = spec.shortened(num_layers).moe or spec.moe  # experts that no layer is left for are refused later
     except ConfigError:
         return given  # it is refused where its sizes are read
     if moe is None:

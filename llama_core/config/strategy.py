@@ -399,7 +399,8 @@ class MoE(_Strategy):
             yield f"moe_layers={layers} is above the {num_layers} layers of {name}, so none would have experts"
         outside = [layer for layer in layers if not 0 <= layer < num_layers] if isinstance(layers, tuple) else []
         if outside:
-            yield f"moe_layers={outside} are not layers of {name}, which has layers 0 to {num_layers - 1}"
+            first = f"[{', '.join(map(str, outside[:3]))}, ...]" if len(outside) > 3 else str(outside)
+            yield f"moe_layers={first} are not layers of {name}, which has layers 0 to {num_layers - 1}"
 
 
 _ADAPTERS = {"learning_rate": 2e-4, "weight_decay": 0.0, "epochs": 2.0}

@@ -246,7 +246,11 @@ def _other_modules(spec: ModelSpec, num_stored: int, source: Path) -> list[str]:
         drawn = spec.mtp_layers - num_stored
         return [f"{source} lacks {drawn} of architecture.mtp_layers={spec.mtp_layers}, which begin at random"]
     if num_stored > spec.mtp_layers:
-        return [f"{source} has {num_stored} prediction modules; architecture.mtp_layers={num_stored} reads all of them"]
+        left_out = num_stored - spec.mtp_layers
+        return [
+            f"{source} has prediction modules of later tokens, {left_out} more than are read; "
+            f"architecture.mtp_layers={num_stored} reads all of them"
+        ]
     return []
 
 

@@ -154,3 +154,30 @@ def test_few_layers_of_a_model_with_equal_layers_are_equal():
     assert len(set(spec.with_few_layers(2).layers)) == 1
     every_fourth = replace(spec, moe=MoE(moe_layers=4))
     assert every_fourth.with_few_layers(2).num_sparse_layers == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "traits"),
+    [
+        ("olmo3_7b", 6, {"windowed_layers": (0, 1, 2, 4, 5), "windowed_rope_theta": 5e5}),
+        ("gemma3_1b", 4, {"windowed_layers": (0, 1, 2, 3), "sliding_window": 512}),
+        ("gpt_oss_20b", 3, {"windowed_layers": (0, 2), "num_sparse_layers": 3}),
+        ("llama4_scout", 3, {"nope_layers": (), "query_temperature_scale": 0.0}),
+        ("llama4_maverick", 4, {"nope_layers": (3,), "query_temperature_scale": 0.1, "num_sparse_layers": 2}),
+        ("deepseek_v3", 5, {"num_sparse_layers": 2}),
+        ("llama3_8b", 40, {"num_layers": 40}),
+    ],
+)
+def test_a_model_with_fewer_layers_is_the_first_of_them(name, num_layers, traits):
+    strategy = {"strategy": "moe"} if model_spec(name).moe else {}
+    spec = RunConfig.from_mapping({"model": name, "architecture": {"num_layers": num_layers}} | strategy).spec
+    assert {trait: getattr(spec, trait) for trait in traits} == traits
+    for ours, published in zip(spec.layers[: min(num_layers, 32)], model_spec(name).layers, strict=False):
+        assert ours == published
+
+
+def test_layers_without_an_expert_of_a_mixture_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"moe_layers=\[3, 4, 5, ...\] are not layers of deepseek_v3, which has layers 0"
+    ):
+        RunConfig.from_mapping({"model": "deepseek_v3", "strategy": "moe", "architecture": {"num_layers": 3}})

@@ -33,8 +33,14 @@ def folder(tmp_path_factory):
     ("mtp_layers", "note"),
     [
         (2, None),
-        (1, "has 2 prediction modules; architecture.mtp_layers=2 reads all of them"),
-        (0, "has 2 prediction modules; architecture.mtp_layers=2 reads all of them"),
+        (
+            1,
+            "has prediction modules of later tokens, 1 more than are read; architecture.mtp_layers=2 reads all of them",
+        ),
+        (
+            0,
+            "has prediction modules of later tokens, 2 more than are read; architecture.mtp_layers=2 reads all of them",
+        ),
         (3, "lacks 1 of architecture.mtp_layers=3, which begin at random"),
     ],
 )

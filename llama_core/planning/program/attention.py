@@ -103,12 +103,12 @@ class AttentionProgram(Matrices):
         tokens = self.setting.stream_tokens
         parts = [Size(tokens * width, self.itemsize) for width in (spec.kv_rank, spec.rope_dim)]
         latent, shared = self.split(down, *parts)
-        normed = self.norm_of_latent(latent, spec.kv_rank, "kv_a_layernorm")
-        made = self.linear(self.gather(normed), "kv_b_proj")
-        widths = (spec.head_dim - spec.rope_dim, spec.value_head_dim)
-        kept, values = self.split(made, *map(self.of_heads, widths))
+        normed = self.gather(self.norm_of_latent(latent, spec.kv_rank, "kv_a_layernorm"))
         shared = self.gather(shared)
         turned = self.rotate(shared) if self.traits.rotates else shared
+        made = self.linear(normed, "kv_b_proj")
+        widths = (spec.head_dim - spec.rope_dim, spec.value_head_dim)
+        kept, values = self.split(made, *map(self.of_heads, widths))
         # of all heads together it has no bytes, and its gradient is a sum over the heads
         expanded = self.result("expand", [turned], self.of_heads(spec.rope_dim), traffic=NOTHING, num_kernels=0)
         self.num_bytes[expanded] = 0
