@@ -59,13 +59,14 @@ class AttentionProgram(Matrices):
     def latent_attention(self, x: int) -> int:
         """Append attention whose keys and values are made from latents."""
         q = self.queries_of_latent(x)
-        k, v = self.keys_and_values_of_latent(x)
+        latent, shared = self.latents(x)
+        k, v = self.keys_and_values_of_latent(latent, shared)
         attended = self.attend(q, k, v)
         values = attended
         if self.spec.value_head_dim < self.spec.head_dim:  # the zeros behind them are cut off, which copies them
             values = self.result("cut", [attended], self.of_heads(self.spec.value_head_dim))
         out = self.to_stream(values)
-        self.end(x, q, k, v, attended)
+        self.end(x, q, latent, shared, k, v, attended)
         return out
 
     def of_heads(self, width: int) -> Size:
@@ -96,8 +97,8 @@ class AttentionProgram(Matrices):
         self.end(product, q)
         return out
 
-    def keys_and_values_of_latent(self, x: int) -> tuple[int, int]:
-        """Return keys and values of all heads, which are as wide as keys."""
+    def latents(self, x: int) -> tuple[int, int]:
+        """Return the latents of whole tokens, and the part of their keys that heads share."""
         spec = self.spec
         down = self.linear(x, "kv_a_proj_with_mqa")
         tokens = self.setting.stream_tokens
@@ -106,15 +107,21 @@ class AttentionProgram(Matrices):
         normed = self.gather(self.norm_of_latent(latent, spec.kv_rank, "kv_a_layernorm"))
         shared = self.gather(shared)
         turned = self.rotate(shared) if self.traits.rotates else shared
-        made = self.linear(normed, "kv_b_proj")
+        self.end(down, shared)
+        return normed, turned
+
+    def keys_and_values_of_latent(self, latent: int, shared: int) -> tuple[int, int]:
+        """Return keys and values of all heads, which are as wide as keys."""
+        spec = self.spec
+        made = self.linear(latent, "kv_b_proj")
         widths = (spec.head_dim - spec.rope_dim, spec.value_head_dim)
         kept, values = self.split(made, *map(self.of_heads, widths))
         # of all heads together it has no bytes, and its gradient is a sum over the heads
-        expanded = self.result("expand", [turned], self.of_heads(spec.rope_dim), traffic=NOTHING, num_kernels=0)
+        expanded = self.result("expand", [shared], self.of_heads(spec.rope_dim), traffic=NOTHING, num_kernels=0)
         self.num_bytes[expanded] = 0
         k = self.join(kept, expanded)
         values = self.result("pad", [values], self.of_heads(spec.head_dim))
-        self.end(down, made, shared, turned)
+        self.end(made)
         return k, values
 
     def join(self, kept: int, turned: int) -> int:
