@@ -565,6 +565,7 @@ class ModelSpec:
             moe = moe.model_copy(update={"moe_layers": sparse}) if sparse else None
         # without a layer in it, windowed_layers would mean all of them
         windowed = _below(num_layers, self.windowed_layers)
+        nope = _below(num_layers, self.nope_layers)
         window = self.sliding_window if windowed or not self.windowed_layers else 0
         return replace(
             self,
@@ -572,8 +573,8 @@ class ModelSpec:
             sliding_window=window,
             windowed_layers=windowed,
             windowed_rope_theta=self.windowed_rope_theta if windowed else 0.0,
-            nope_layers=_below(num_layers, self.nope_layers),
-            query_temperature_scale=self.query_temperature_scale if _below(num_layers, self.nope_layers) else 0.0,
+            nope_layers=nope,
+            query_temperature_scale=self.query_temperature_scale if nope else 0.0,
             moe=moe,
         )
 

@@ -70,8 +70,9 @@ class LatentAttention(Attention):
             new_BSW = torch.cat((local_part(latent_BSL), k_BS1R[:, :, 0]), dim=-1)
             kept_B1JW, _ = self.with_earlier(new_BSW[:, None], new_BSW[:, None, :, :0])
             if kept_B1JW.shape[2] > new_BSW.shape[1]:
-                out_BSNV = self.continued(q_BNSH, kept_B1JW[:, 0], mask).transpose(1, 2)
-                return self.wo(out_BSNV.flatten(2))  # type: ignore[no-any-return]
+                out_BNSV = self.continued(q_BNSH, kept_B1JW[:, 0], mask)
+                continued_BSD: Tensor = self.wo(out_BNSV.transpose(1, 2).flatten(2))
+                return continued_BSD
         self._up = None
         k_BNSH, v_BNSH = (x.transpose(1, 2) for x in self.keys_and_values(latent_BSL, k_BS1R))
         out_BNSH = self.attend(q_BNSH, k_BNSH, v_BNSH, mask, *self.own_sinks())

@@ -6,7 +6,7 @@ Files are memory-mapped and copied tensor by tensor, so the host holds at most o
 import math
 import mmap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -48,6 +48,12 @@ DTYPES = {
     "U8": torch.uint8,
 }
 """Torch's dtypes by the names of safetensors' format."""
+_DEQUANTISED: dict[type[StoredTensor], Callable[..., Tensor]] = {
+    Nf4Tensor: nf4.stored_numbers,
+    Mxfp4Tensor: mxfp4.stored_numbers,
+    BlockFp8Tensor: block_fp8.stored_numbers,
+}
+"""What returns the numbers of a quantised matrix, by how it is stored."""
 FORMAT_NAMES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """The same names by ours."""
 _COPIED_AT_ONCE = 1 << 26
@@ -303,12 +309,9 @@ class _Folder:
 
     def _view(self, stored: StoredTensor) -> Tensor:
         """Return a view of a tensor in its mapped file, where an aligned one is not read yet; or a dequantised one."""
-        if isinstance(stored, Nf4Tensor):
-            return nf4.stored_numbers(stored, self._view)
-        if isinstance(stored, Mxfp4Tensor):
-            return mxfp4.stored_numbers(stored, self._view)
-        if isinstance(stored, BlockFp8Tensor):
-            return block_fp8.stored_numbers(stored, self._view)
+        stored_numbers = _DEQUANTISED.get(type(stored))
+        if stored_numbers is not None:
+            return stored_numbers(stored, self._view)
         if stored.file not in self._mapped:
             self._mapped[stored.file] = _map(stored.file)
         dtype = DTYPES[stored.dtype]
