@@ -63,6 +63,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LrSchedule = Literal["cosine", "wsd", "constant"]
 OnBadStep = Literal["skip", "rollback", "stop"]
 GradientCompression = Literal["none", "bf16", "powersgd"]
+ExpertDispatch = Literal["auto", "direct", "two_step"]
 LossOn = Literal["assistant", "all"]
 Parametrization = Literal["standard", "completep"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -491,6 +492,9 @@ class ParallelConfig(Section):
     """Context-parallel ranks, which divide every sequence."""
     ep: Count = "auto"
     """Expert-parallel ranks, which divide the experts of a mixture."""
+    ep_dispatch: ExpertDispatch = "auto"
+    """How tokens reach experts on other nodes: direct, a copy for each expert; two_step, once to each node and from
+    there to its ranks; auto: two_step where ep spans whole nodes and a token has several experts."""
     dp_replicate: Annotated[Count, Key(on_resume="allow", changes="batch")] = "auto"
     """Replicas of the sharding group (hybrid sharding); with zero_stage=0 every data-parallel rank is a replica."""
     sequence_parallel: bool = True

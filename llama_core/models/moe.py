@@ -135,6 +135,9 @@ class MixtureOfExperts(nn.Module):
         self.shared = SharedExpert(spec) if moe.shared_size else None
         self.run_experts: Callable[[Experts, Tensor, Tensor], Tensor] = _run_here
         """Sends tokens, sorted by expert, [R, D], through the experts, given the number of each expert's tokens."""
+        self.run_experts_of_tokens: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
+        """Does all of that for tokens, [T, D], given their gates and their experts, [T, K], and returns the weighted
+        sums; None to sort copies of tokens by expert here."""
         self.count_rows: Callable[[Tensor], Tensor] = unchanged
         """Returns the tokens of each row and expert, [B, E], over whole sequences, from those of the part held here."""
 
@@ -163,7 +166,11 @@ class MixtureOfExperts(nn.Module):
         held_BE = _count(chosen_BSK, self.moe.num_experts)
         if self.auxiliary_scale is not None and torch.is_grad_enabled():
             gates_BSK = self._watched(gates_BSK, logits_BSE, held_BE, self.auxiliary_scale)
-        gates_TK1 = gates_BSK.to(x_BSD.dtype).flatten(0, 1)[:, :, None]
+        gates_TK = gates_BSK.to(x_BSD.dtype).flatten(0, 1)
+        if self.run_experts_of_tokens is not None:
+            chosen_TK = chosen_BSK.flatten(0, 1)
+            return self.run_experts_of_tokens(self.experts, x_BSD.flatten(0, 1), gates_TK, chosen_TK).view_as(x_BSD)
+        gates_TK1 = gates_TK[:, :, None]
         order_R = chosen_BSK.flatten().argsort(stable=True)
         place_R = order_R.argsort()
         place_TK = place_R.view(gates_TK1.shape[:2])

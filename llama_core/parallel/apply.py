@@ -78,7 +78,7 @@ class ParallelModel:
             use_fp8(self.model.layers)
         mesh = self.mesh
         if mesh is not None:
-            divide_experts(self.model, mesh.experts)
+            divide_experts(self.model, mesh.experts, mesh.expert_hops)
         if mesh is not None and plan.divides_matrices:
             apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
         use_kernels(self.model, documents, asked=plan.attention, cp=plan.cp)

@@ -1,7 +1,8 @@
 """Expert parallelism: tokens travel to the ranks that hold their experts, and back.
 
-Rank r of a group of n holds the experts r * E / n to (r + 1) * E / n - 1. Each trip is one all-to-all of uneven parts;
-the gradients make the same trips in reverse. Tensor-parallel ranks divide every expert, as they divide a feed-forward.
+Rank r of a group of n holds the experts r * E / n to (r + 1) * E / n - 1. Each trip is one all-to-all of uneven parts,
+or two where the group spans nodes (``hops``); the gradients make the same trips in reverse. Tensor-parallel ranks
+divide every expert, as they divide a feed-forward.
 
 Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.1.
 """
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
@@ -24,6 +24,9 @@ from llama_core.config.model_weights import weight_of
 from llama_core.errors import PlanError
 from llama_core.models.llama import Llama
 from llama_core.models.moe import ExpertLinear, Experts, mixtures, rearrange
+from llama_core.parallel.exchange import exchange
+from llama_core.parallel.hops import run_experts_over_hops
+from llama_core.parallel.mesh import Hops
 from llama_core.units import divisors
 from llama_core.weight_rows import Division
 
@@ -31,7 +34,7 @@ _OVER_TP: dict[Division, Placement] = {"outputs": Shard(1), "inputs": Shard(2), 
 """How tensor-parallel ranks divide a weight of experts."""
 
 
-def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
+def divide_experts(model: Llama, mesh: DeviceMesh, hops: Hops | None = None) -> None:
     """Divide the experts of ``model`` over the axes ep and tp of a mesh, and send tokens to the ranks that hold them.
 
     Their parameters become DTensors if one of these axes has several ranks.
@@ -39,6 +42,7 @@ def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
     Args:
         model: the model, or a part of it, on the meta device or with the same values on every rank.
         mesh: the ranks; it may lack the axis ep.
+        hops: the groups through which tokens reach other nodes; None if they go straight to their experts.
     """
     axes = [axis for axis in ("ep", "tp") if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1]
     if not axes:
@@ -54,6 +58,8 @@ def divide_experts(model: Llama, mesh: DeviceMesh) -> None:
                     matrix.own_bias = partial(_share_of, mesh["tp"].size())
     if "ep" in axes:
         for mixture in mixtures(model):
+            if hops is not None:
+                mixture.run_experts_of_tokens = partial(run_experts_over_hops, moe=mixture.moe, hops=hops)
             mixture.run_experts = partial(run_experts_on_other_ranks, group=mesh.get_group("ep"))
 
 
@@ -93,9 +99,7 @@ class Dispatch:
 
     def combine(self, results_RD: Tensor) -> Tensor:
         """Return the results of this rank's own tokens, [T, D], in the order in which ``dispatch`` got them."""
-        return _exchange(
-            rearrange(results_RD, self.place_R, self.order_R), self.num_sent, self.num_received, self.group
-        )
+        return exchange(rearrange(results_RD, self.place_R, self.order_R), self.num_sent, self.num_received, self.group)
 
 
 def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGroup) -> Dispatch:
@@ -127,7 +131,7 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     else:
         num_sent = sent.sum(1).tolist()
         num_received = received.sum(1).tolist()
-    arrived_RD = _exchange(tokens_TD, num_received, num_sent, group)
+    arrived_RD = exchange(tokens_TD, num_received, num_sent, group)
     # tokens arrive by rank, and within a rank by expert; the stable sort keeps the order within an expert
     expert_R = torch.arange(received.shape[1], device=received.device).repeat(num_ranks)
     expert_R = expert_R.repeat_interleave(received.flatten(), output_size=len(arrived_RD))
@@ -135,9 +139,3 @@ def dispatch(tokens_TD: Tensor, tokens_per_expert: Tensor, group: dist.ProcessGr
     place_R = order_R.argsort()
     tokens_RD = rearrange(arrived_RD, order_R, place_R)
     return Dispatch(tokens_RD, received.sum(0), group, num_sent, num_received, order_R, place_R)
-
-
-def _exchange(x: Tensor, num_to_receive: list[int], num_to_send: list[int], group: dist.ProcessGroup) -> Tensor:
-    exchange = all_to_all_single_autograd if torch.is_grad_enabled() and x.requires_grad else all_to_all_single
-    out: Tensor = exchange(x.contiguous(), num_to_receive, num_to_send, group)
-    return out

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from llama_core.parallel.ranks import has_bound_device, split_ranks
 from llama_core.planning.plan import ParallelPlan
+
+
+class Hops(NamedTuple):
+    """The two groups through which a rank reaches all that divide experts with it."""
+
+    between_nodes: dist.ProcessGroup
+    """The ranks with this one's place in every node, by node."""
+    in_node: dist.ProcessGroup
+    """The ranks of this one's node."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +34,8 @@ class Mesh:
     experts: DeviceMesh
     """The same for the weights of experts, with an axis ep before tp if expert-parallel ranks divide them. These ranks
     are neighbours among the data-parallel ones, so fewer ranks hold or shard the same expert."""
+    expert_hops: Hops | None
+    """Groups of the axis ep inside nodes and between them; None if tokens go straight to their experts."""
     cp_group: dist.ProcessGroup | None
     """The ranks that hold the parts of this rank's sequences; None if sequences are whole. No other group has its
     communicator, so that the ring does not wait for the transfers of weights and gradients."""
@@ -41,9 +52,10 @@ class Mesh:
         sizes = (plan.pp, plan.num_copies, plan.num_shards, plan.tp)
         weights = _mesh(device_type, ranks.view(sizes), ("pp", "replicate", "shard", "tp"))
         experts = _of_experts(plan, device_type) if plan.ep > 1 else weights
+        hops = _hops(plan, experts.mesh) if plan.ep_nodes > 1 else None
         cp_group = split_ranks(_along(ranks.view(-1, plan.cp, plan.tp), 1)) if plan.cp > 1 else None
         transfers = _transfer_groups(plan, device_type) if has_bound_device() else {}
-        return cls(plan, weights, experts, cp_group, transfers)
+        return cls(plan, weights, experts, hops, cp_group, transfers)
 
     def rank(self, axis: str) -> int:
         """Return this rank's place on one of the plan's ``AXES``."""
@@ -156,6 +168,16 @@ def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     sizes = (plan.pp, plan.num_expert_copies, plan.num_expert_shards, plan.ep, plan.tp)
     ranks = ranks.transpose(3, 4).reshape(sizes)
     return _mesh(device_type, ranks, ("pp", "replicate", "shard", "ep", "tp"))
+
+
+def _hops(plan: ParallelPlan, experts: Tensor) -> Hops:
+    """Return this rank's groups inside nodes and between them, given the ranks of the mesh of experts' weights."""
+    *before, ep, tp = experts.shape
+    ranks = experts.view(*before, plan.ep_nodes, ep // plan.ep_nodes, tp)
+    between_nodes, in_node = (split_ranks(_along(ranks, dim)) for dim in (-3, -2))
+    if between_nodes is None or in_node is None:
+        raise RuntimeError("this rank is not part of its own mesh")
+    return Hops(between_nodes, in_node)
 
 
 def is_divided_over(tensor: Tensor, axis: str) -> bool:

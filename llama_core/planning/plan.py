@@ -56,6 +56,8 @@ class ParallelPlan:
     """Context-parallel ranks, which divide every sequence."""
     ep: int = 1
     """Expert-parallel ranks, which divide the experts: neighbours among the data-parallel ranks."""
+    ep_nodes: int = 1
+    """Nodes that these span, if tokens go once to each node and from there to its ranks; 1: straight to experts."""
     dp_shard: int = 1
     """Data-parallel ranks that shard optimizer states, gradients and weights."""
     dp_replicate: int = 1
@@ -98,7 +100,7 @@ class ParallelPlan:
             raise PlanError("; ".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        ranks = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate")
+        ranks = ("tp", "pp", "cp", "ep", "ep_nodes", "dp_shard", "dp_replicate")
         for name in (*ranks, "num_chunks", "microbatch_size", "num_microbatches"):
             if getattr(self, name) < 1:
                 yield f"{name}={getattr(self, name)} is not at least 1"
@@ -152,18 +154,23 @@ class ParallelPlan:
             yield f"dp_shard={self.dp_shard} shards nothing at zero_stage=0; use dp_replicate, or zero_stage 1 to 3"
         if not kernels_of(self.attention, cp=self.cp):
             yield f"attention={self.attention} needs whole sequences, but cp={self.cp} divides them; use cp=1"
+        yield from self._exclusions_of_experts()
+        yield from self._exclusions_of_split_backwards()
+        yield from self._exclusions_of_deepspeed()
+        yield from self._exclusions_of_compression()
+
+    def _exclusions_of_experts(self) -> Iterator[str]:
         if self.dp % self.ep:
             yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
         elif self.dp_shard % self.ep and self.ep % self.dp_shard:
             yield f"ep={self.ep} neither divides dp_shard={self.dp_shard} nor is a multiple of it"
+        if self.ep % self.ep_nodes:
+            yield f"ep_nodes={self.ep_nodes} does not divide the ranks of ep={self.ep}"
         if self.compile and self.ep > 1 and self.recompute != "none":
             yield (
                 f"compile with ep={self.ep} and recompute={self.recompute} would compile nothing, "
                 "because tokens leave the recomputed block; use recompute=none, or no compile"
             )
-        yield from self._exclusions_of_split_backwards()
-        yield from self._exclusions_of_deepspeed()
-        yield from self._exclusions_of_compression()
 
     def _refusal_of_schedule(self) -> Iterator[str]:
         try:
@@ -488,7 +495,8 @@ class ParallelPlan:
         if self.zero_backend == "deepspeed":
             offload = "" if self.offload == "none" else f" with {self.offload} in host memory"
             zero = f"ZeRO {self.zero_stage} by DeepSpeed{offload}"
-        experts = f"experts over {self.ep}" if self.ep > 1 else ""
+        nodes = f" on {self.ep_nodes} nodes" if self.ep_nodes > 1 else ""
+        experts = f"experts over {self.ep}{nodes}" if self.ep > 1 else ""
         schedule = self.schedule if self.pp > 1 else ""
         attention = "" if self.attention == "auto" else f"{self.attention} attention"
         compression = ""

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
-Axis = Literal["tp", "cp", "ep", "pp", "shard", "replicate"]
+Axis = Literal["tp", "cp", "ep", "ep_nodes", "ep_in_node", "pp", "shard", "replicate"]
+"""``ep_nodes`` and ``ep_in_node`` are the parts of ep between nodes and inside them, if tokens travel in two hops."""
+OF_EP: tuple[Axis, ...] = ("ep", "ep_nodes", "ep_in_node")
 Other = Literal["holders", "vocabulary", "routing", "world"]
 """What else a rehearsal tells apart: the sums of pipeline ranks that hold the same weights; the exchange between
 tensor-parallel ranks for every token in the loss; the experts' numbers of tokens; scalars over all ranks."""
@@ -54,11 +56,11 @@ class PassTraffic:
         yield from self.forward
         yield from self.backward
 
-    def on(self, axis: Axis) -> "PassTraffic":
-        """Return those of one axis."""
+    def on(self, *axes: Axis) -> "PassTraffic":
+        """Return those of some axes."""
         return PassTraffic(
-            tuple(part for part in self.forward if part.axis == axis),
-            tuple(part for part in self.backward if part.axis == axis),
+            tuple(part for part in self.forward if part.axis in axes),
+            tuple(part for part in self.backward if part.axis in axes),
         )
 
 

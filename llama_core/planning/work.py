@@ -160,6 +160,7 @@ class Work:
             tp=plan.tp,
             cp=plan.cp,
             ep=plan.ep,
+            ep_nodes=plan.ep_nodes,
             sharded_sequence=plan.sharded_sequence,
             uses_fully_shard=plan.uses_fully_shard,
             keeps_cast_weights=plan.keeps_cast_weights,

@@ -30,6 +30,7 @@ from llama_core.models.block_attention import BlockKernel
 from llama_core.models.layers import local_part
 from llama_core.parallel import expert, gathered_attention
 from llama_core.parallel.expert import Dispatch
+from llama_core.parallel.hops import NOWHERE, Arrived, Routed, Trip
 from llama_core.parallel.measured import measured_totals
 from llama_core.parallel.mesh import Mesh
 from llama_core.parallel.pipeline import _Execution
@@ -229,6 +230,8 @@ def _watched(recorder: Recorder) -> Iterator[None]:
         for name in ("_forward", "_backward", "_weight_gradient", "_send_output", "_send_input_gradient", "_receive"):
             stack.enter_context(replaced(_Execution, name, _placed(getattr(_Execution, name), recorder)))
         stack.enter_context(replaced(expert, "dispatch", partial(_dispatch_unevenly, expert.dispatch)))
+        stack.enter_context(replaced(Trip, "plan", partial(_travel_unevenly, Trip.plan)))
+        stack.enter_context(replaced(Arrived, "sort", partial(_choose_evenly, Arrived.sort)))
         stack.enter_context(replaced(gathered_attention, "VARLEN", _NO_ATTENTION))
         stack.enter_context(replaced(native, "PlainReader", dcp.FileSystemReader))  # which reads nothing until asked
         stack.enter_context(replaced(dcp, "async_save", partial(_async_save, recorder)))
@@ -275,6 +278,24 @@ def _dispatch_unevenly(
     return dispatch(tokens_TD, own, group)
 
 
+def _travel_unevenly(
+    plan: Callable[..., Trip], routed: Routed, num_experts: int, group: ProcessGroup, num_rows: None
+) -> Trip:
+    """Send other numbers of tokens to every place, as ``_dispatch_unevenly`` does, and each token to one place."""
+    steps_T = torch.arange(len(routed.x_TD))
+    steps_T[::2] = 0
+    chosen_TK = torch.full_like(routed.chosen_TK, NOWHERE)
+    chosen_TK[:, 0] = (group.rank() + steps_T) % group.size() * num_experts
+    return plan(routed._replace(chosen_TK=chosen_TK), num_experts, group, num_rows)
+
+
+def _choose_evenly(sort: Callable[..., Arrived], routed: Routed, num_experts: int, num_rows: None) -> Arrived:
+    """Give every token one expert, since no choice has arrived."""
+    chosen_TK = torch.full_like(routed.chosen_TK, NOWHERE)
+    chosen_TK[:, 0] = torch.arange(len(chosen_TK)) % num_experts
+    return sort(routed._replace(chosen_TK=chosen_TK), num_experts, num_rows)
+
+
 def _attend(q_TNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_TNH), q_TNH.new_zeros(q_TNH.shape[1::-1], dtype=torch.float32)
 
@@ -304,6 +325,8 @@ def _purposes(mesh: Mesh) -> dict[Communicator, Communicator]:
     groups: list[tuple[Any, str]] = [(torch.distributed.group.WORLD, "all ranks")]
     groups += [(mesh.weights.get_group(axis), axis) for axis in mesh.weights.mesh_dim_names or ()]
     groups += [(mesh.experts.get_group(axis), axis) for axis in mesh.experts.mesh_dim_names or ()]
+    if mesh.expert_hops is not None:
+        groups += zip(mesh.expert_hops, ("ep between nodes", "ep in a node"), strict=True)
     groups.append((mesh.cp_group, "cp"))
     groups += [(group, f"from {source} to {target}") for (source, target), group in mesh.transfers.items()]
     named: dict[Communicator, Communicator] = {}

@@ -109,7 +109,8 @@ def num_connections(plan: ParallelPlan, pp_rank: int) -> int:
     world = plan.world_size
     sizes = [plan.tp, plan.num_shards, plan.num_copies]
     if plan.ep > 1:
-        sizes += [plan.ep, plan.num_expert_shards, plan.num_expert_copies]
+        hops = [plan.ep // plan.ep_nodes, plan.ep_nodes]
+        sizes += [*(hops if plan.ep_nodes > 1 else [plan.ep]), plan.num_expert_shards, plan.num_expert_copies]
     own = [plan.cp, plan.layout.num_replicas]  # never the group of all ranks, even if as large
     groups = (world > 1) + sum(1 < size < world for size in sizes) + sum(size > 1 for size in own)
     return 2 * groups + _num_directions(plan, pp_rank)

@@ -1,5 +1,6 @@
 """A small copy of a plan, which has all its axes and few ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,7 @@ def _cut(plan: ParallelPlan, axis: str, size: int) -> ParallelPlan:
     if axis.startswith("dp"):
         sizes = {"dp_shard": plan.dp_shard, "dp_replicate": plan.dp_replicate} | cut
         cut["ep"] = max(ep for ep in divisors(plan.ep) if _divides_experts(ep, **sizes))
+        cut["ep_nodes"] = math.gcd(plan.ep_nodes, cut["ep"])
     return replace(plan, **cut)
 
 

@@ -77,6 +77,9 @@ def axes_by_group(mesh: Mesh | None) -> dict[tuple[str, bool], str]:
     }
     if mesh.experts is not mesh.weights:
         axes |= {(mesh.experts.get_group(axis).group_name, False): axis for axis in ("replicate", "shard", "ep")}
+    if mesh.expert_hops is not None:
+        between_nodes, in_node = mesh.expert_hops
+        axes |= {(between_nodes.group_name, False): "ep_nodes", (in_node.group_name, False): "ep_in_node"}
     axes[mesh.weights.get_group("pp").group_name, True] = "pp"
     if mesh.cp_group is not None:
         axes |= {(mesh.cp_group.group_name, is_send): "cp" for is_send in (False, True)}

@@ -174,6 +174,10 @@ def test_other_adapters_make_another_run():
             "expert_groups=3 does not divide num_experts=8; use one of 1, 2, 4, 8",
         ),
         (
+            {"strategy": "moe", "moe": {"balance_bias_rate": 0.1}},
+            "balance_bias_rate=0.1 has no effect without balance_bias=true",
+        ),
+        (
             {"strategy": "moe", "moe": {"num_experts": 8, "groups_per_token": 2}},
             "groups_per_token=2 is not between 1 and expert_groups=1",
         ),

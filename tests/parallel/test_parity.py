@@ -140,6 +140,11 @@ SPARSE_PLANS = {
     "ep2 zero2 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=2, num_microbatches=2),
     "ep2 zero3 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=3, num_microbatches=2),
     "ep4 hsdp2x2": ParallelPlan(dp_shard=2, dp_replicate=2, ep=4, zero_stage=2, num_microbatches=2),
+    "ep4 on 2 nodes": ParallelPlan(dp_replicate=4, ep=4, ep_nodes=2, num_microbatches=2),
+    "ep4 on 2 nodes, hsdp2x2": ParallelPlan(
+        dp_shard=2, dp_replicate=2, ep=4, ep_nodes=2, zero_stage=2, recompute="full", num_microbatches=2
+    ),
+    "ep2 on 2 nodes, tp2 zero3": ParallelPlan(tp=2, dp_shard=2, ep=2, ep_nodes=2, zero_stage=3, num_microbatches=2),
     "ep2, full recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="full", num_microbatches=2),
     "ep2, selective recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="selective", num_microbatches=2),
     "compiled": ParallelPlan(compile=True, recompute="selective", num_microbatches=4),
@@ -217,7 +222,7 @@ def test_adapters_match_one_process_and_nothing_else_trains(plan):
 
 @pytest.mark.parametrize(
     "plan",
-    cases(SPARSE_PLANS, narrow={"ep2 tp2", "pp2 zbv"}),
+    cases(SPARSE_PLANS, narrow={"ep2 tp2", "pp2 zbv", "ep4 on 2 nodes"}),
 )
 def test_experts_match_one_process(plan):
     differences = largest_differences(plan, spec=SPARSE)

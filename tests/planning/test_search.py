@@ -88,6 +88,30 @@ def test_expert_parallel_ranks_are_chosen_and_one_asks_for_others():
     assert "ep 4: does not divide 6 experts" in refused
 
 
+@pytest.mark.parametrize(
+    ("asked", "nodes"),
+    [
+        ({"parallel__ep": 16}, 2),
+        ({"parallel__ep": 8}, 1),
+        ({"parallel__ep": 8, "parallel__tp": 2}, 2),
+        ({"parallel__ep": 16, "moe__experts_per_token": 1}, 1),
+        ({"parallel__ep": 16, "parallel__ep_dispatch": "direct"}, 1),
+        ({"parallel__ep": 16, "parallel__ep_dispatch": "two_step", "moe__experts_per_token": 1}, 2),
+    ],
+)
+def test_tokens_cross_nodes_in_two_steps_where_they_have_several_experts_there(asked, nodes):
+    config = request(
+        "llama3_2_1b", 32, **{"parallel__pp": 1, "parallel__tp": 1, "training__batch_size": 32} | asked, **experts(16)
+    )
+    assert searched(config).plan.ep_nodes == nodes
+
+
+def test_two_steps_inside_a_node_are_refused():
+    config = request("llama3_2_1b", 32, parallel__ep=8, parallel__tp=1, parallel__ep_dispatch="two_step", **experts(16))
+    with pytest.raises(PlanError, match=r"parallel\.ep_dispatch=two_step: .*does not span whole nodes.*use auto"):
+        searched(config)
+
+
 def test_no_option_exceeds_the_limit_on_any_rank():
     device = gpu_spec("h100")
     config = request("llama2_13b", 8, training__batch_size=16, parallel__recompute="none")

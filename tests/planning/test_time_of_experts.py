@@ -9,6 +9,7 @@ from llama_core.config.models import model_spec
 from llama_core.config.strategy import MoE
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import StageCompute
+from llama_core.planning.time.links import COLLECTIVE_SHARE
 from llama_core.planning.time.step_time import step_time
 from llama_core.planning.work import Work
 
@@ -53,3 +54,26 @@ def test_expert_parallel_ranks_send_tokens_and_gather_fewer_weights():
     assert "ep" not in alone
     assert divided["ep"] > 0
     assert divided["dp"] < alone["dp"] / 2
+
+
+def test_between_nodes_two_steps_cost_less_than_a_copy_for_every_expert_and_more_for_one_expert():
+    for experts_per_token, is_faster in ((8, True), (1, False)):
+        spec = sparse(num_experts=64, experts_per_token=experts_per_token)
+        direct, two_steps = (
+            seconds(spec, ParallelPlan(dp_shard=64, zero_stage=3, ep=16, ep_nodes=nodes)).parts["ep"]
+            for nodes in (1, 2)
+        )
+        assert (two_steps < direct) == is_faster
+
+
+def test_a_rank_that_sends_to_other_nodes_has_one_network_card():
+    """All that leaves a node does so through the cards of its ranks, each of which sends as much."""
+    fast = replace(H100, network_bandwidth=H100.network_bandwidth * 2)
+    plan = ParallelPlan(dp_shard=64, zero_stage=3, ep=64)
+    slow, faster = (
+        step_time(Work(sparse(num_experts=64), plan, 8192, "bf16"), device).parts["ep"] for device in (H100, fast)
+    )
+    assert slow / faster == pytest.approx(2, rel=0.05)
+    # two copies of every token, there and back, forward and backward, in 32 layers; 7 of 8 leave the node
+    leaving = 2 * 8192 * DENSE.hidden_size * 2 * 7 / 8
+    assert slow == pytest.approx(32 * 4 * leaving / (H100.network_bandwidth * COLLECTIVE_SHARE), rel=0.05)

@@ -120,6 +120,7 @@ def any_plan(draw, *, sizes, stages, microbatches, ep=1):
             dp_shard=draw(sizes) if zero_stage else 1,
             dp_replicate=draw(sizes),
             ep=ep,
+            ep_nodes=draw(st.sampled_from([1, 1, ep])),
             sequence_parallel=draw(st.booleans()),
             zero_stage=zero_stage,
             schedule=schedule,

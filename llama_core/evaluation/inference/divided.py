@@ -57,7 +57,7 @@ class EvaluatingRanks:
         if self._mesh is None:
             return
         if self.plan.tp > 1:
-            divide_experts(model, self._mesh.experts)
+            divide_experts(model, self._mesh.experts, self._mesh.expert_hops)
             apply_tensor_parallel(model, self._mesh.weights["tp"], sequence_parallel=False)
         if self._results is not None:
             stage = _Stage(model, self.layers(model.spec), self._mesh, self._results)

@@ -1,13 +1,11 @@
 """Attention of a layer as a program of sizes; read it beside ``models/attention.py`` and ``latent_attention.py``."""
 
-from typing import Literal
-
 from llama_core.config.model_spec import LayerTraits
 from llama_core.config.models import ModelSpec
 from llama_core.planning.program.matrices import Matrices
 from llama_core.planning.program.operations import FP32_BYTES, NOTHING, BothWays, Size
 from llama_core.planning.program.setting import Setting
-from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic, Traffic
+from llama_core.planning.transfers import NO_TRAFFIC, Axis, PassTraffic, Traffic
 
 ROTATION_ACCESSES = 11
 """How often eager kernels read or write a number in fp32 to rotate it: casts, four products, two sums, and a copy."""
@@ -322,7 +320,10 @@ class AttentionProgram(Matrices):
             return self.cast(x, itemsize)
         return self.result("arrange", [x], self.sizes[x])
 
-    def exchange_over(self, axis: Literal["cp", "ep"], x: int) -> int:
+    def exchange_over(self, axis: Axis, x: int) -> int:
         """Send tokens to other ranks, and get as many."""
-        trip = (Traffic("all_to_all", axis, getattr(self.setting, axis), 1, self.num_bytes[x]),)
+        setting = self.setting
+        in_node = setting.ep // setting.ep_nodes
+        num_ranks = {"cp": setting.cp, "ep": setting.ep, "ep_nodes": setting.ep_nodes, "ep_in_node": in_node}[axis]
+        trip = (Traffic("all_to_all", axis, num_ranks, 1, self.num_bytes[x]),)
         return self.result("exchange", [x], self.sizes[x], sends=PassTraffic(trip, trip))

@@ -11,11 +11,13 @@ from llama_core.config.model_spec import LayerTraits, OfBoth
 from llama_core.config.model_weights import ATTENTION_NORM, ATTENTION_POST_NORM, FFN_NORM, FFN_POST_NORM
 from llama_core.config.models import ModelSpec
 from llama_core.config.strategy import MoE
+from llama_core.planning.crossings import rows_of_hops
 from llama_core.planning.program.attention import AttentionProgram
 from llama_core.planning.program.matrices import COSTLY
-from llama_core.planning.program.operations import FP32_BYTES, INT64_BYTES, BothWays, Operation, Size
+from llama_core.planning.program.operations import FP32_BYTES, INT32_BYTES, INT64_BYTES, BothWays, Operation, Size
 from llama_core.planning.program.passes import Passes
 from llama_core.planning.program.setting import Setting
+from llama_core.planning.transfers import Axis
 
 CLAMPED_ACCESSES = (16, 44)
 """How often eager kernels read or write a number to clamp and multiply gate and up, and for their gradients."""
@@ -107,6 +109,10 @@ class Layer(AttentionProgram):
         # the auxiliary losses join the gates here; their result is a view of the gates
         self.operations.append(Operation("watch", (gates, probabilities, sums), (gates,)))
         gates = self.cast(gates, self.itemsize)
+        if self.setting.ep_nodes > 1:
+            out = self.run_experts_over_hops(whole, gates, chosen, moe)
+            self.end(logits, gates, chosen)
+            return out
         order, place = self.sort(chosen, copies)
         sorted_tokens = Size(copies * hidden, self.itemsize)
         # the backward puts the gradients of a token's copies side by side before it sums them
@@ -178,6 +184,66 @@ class Layer(AttentionProgram):
         returned = self.exchange_over("ep", self.result("rearrange", [results, place], self.sizes[results]))
         self.end(results)
         return returned
+
+    def run_experts_over_hops(self, whole: int, gates: int, chosen: int, moe: MoE) -> int:
+        """Send tokens through experts on other nodes, once to each node and once to each rank."""
+        setting = self.setting
+        per_token = moe.experts_per_token
+        rows = rows_of_hops(moe, self.tokens, num_nodes=setting.ep_nodes, num_ranks=setting.ep)
+        tokens, chosen = whole, self.result("decide", [chosen], Size(self.tokens * per_token, INT32_BYTES))
+        ways: list[tuple[Axis, int, int, int, int]] = []
+        hops: tuple[tuple[Axis, int, int, int], ...] = (
+            ("ep_nodes", setting.ep_nodes, self.tokens, rows.to_nodes),
+            ("ep_in_node", setting.ep // setting.ep_nodes, rows.to_nodes, rows.to_ranks),
+        )
+        for axis, places, num_tokens, num_rows in hops:
+            row, token = self.slots(chosen, num_tokens, places, num_rows)
+            ways.append((axis, row, token, num_tokens, num_rows))
+            arrived = self.exchange_over(axis, self.spread(tokens, row, num_tokens, num_rows))
+            its_gates = self.exchange_over(axis, self.spread(gates, row, num_tokens, num_rows))
+            its_chosen = self.result("decide", [chosen, token], Size(num_rows * per_token, INT32_BYTES))
+            self.end(tokens, gates, chosen)
+            tokens, gates, chosen = arrived, its_gates, its_chosen
+        row, token = self.slots(chosen, rows.to_ranks, per_token, rows.to_experts)
+        # a part of the sorted slots
+        used = self.result("decide", [chosen], self.sizes[row])
+        sorted_gates = self.result("pick", [gates, used], Size(rows.to_experts, self.itemsize))
+        sorted_tokens = self.spread(tokens, row, rows.to_ranks, rows.to_experts)
+        self.end(tokens, gates, chosen)
+        if moe.gate_inputs:
+            sorted_tokens = self.result("multiply", [sorted_tokens, sorted_gates], self.sizes[sorted_tokens])
+        results = self.experts(sorted_tokens, moe)
+        if not moe.gate_inputs:
+            results = self.result("multiply", [results, sorted_gates], self.sizes[results])
+        results = self.sum_rows(results, token, rows.to_ranks, rows.to_experts)
+        for axis, _, token, num_tokens, num_rows in reversed(ways):
+            results = self.sum_rows(self.exchange_over(axis, results), token, num_tokens, num_rows)
+        self.end(*(x for way in ways for x in way[1:3]), sorted_tokens, sorted_gates)
+        return results
+
+    def slots(self, chosen: int, num_tokens: int, slots_of_token: int, num_rows: int) -> tuple[int, int]:
+        """Sort the used slots of tokens; return the row of each slot, and the token of each row."""
+        sizes = Size(num_tokens * slots_of_token, INT64_BYTES), Size(num_rows, INT64_BYTES)
+        row, token = self.add_operation("decide", [chosen], *sizes)
+        return row, token
+
+    def spread(self, x: int, row: int, num_tokens: int, num_rows: int) -> int:
+        """Copy tokens to their rows; the backward sums these."""
+        size = self.sizes[x]
+        out = size._replace(elements=size.elements // num_tokens * num_rows)
+        workspace = BothWays(0, self.held_by_sum(size, out))
+        return self.result("rearrange", [x, row], out, workspace=workspace)
+
+    def sum_rows(self, x: int, token: int, num_tokens: int, num_rows: int) -> int:
+        """Sum the rows of each token; the backward copies."""
+        size = self.sizes[x]
+        out = size._replace(elements=size.elements // num_rows * num_tokens)
+        return self.result("rearrange", [x, token], out, workspace=BothWays(self.held_by_sum(out, size), 0))
+
+    @staticmethod
+    def held_by_sum(tokens: Size, rows: Size) -> int:
+        """Return the bytes that a sum of rows holds: these with one of zeros, and sums in fp32."""
+        return rows.num_bytes + FP32_BYTES * tokens.elements
 
     def experts(self, x: int, moe: MoE) -> int:
         """Append a gated feed-forward with the matrices of each row's expert."""

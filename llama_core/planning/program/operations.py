@@ -13,6 +13,7 @@ from llama_core.config.settings import Precision
 from llama_core.planning.transfers import NO_TRAFFIC, PassTraffic
 
 FP32_BYTES = 4
+INT32_BYTES = 4
 INT64_BYTES = 8
 
 

@@ -27,6 +27,7 @@ class Setting(NamedTuple):
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    ep_nodes: int = 1
     sharded_sequence: bool = False
     """Whether tensor-parallel ranks divide the residual stream along the sequence."""
     uses_fully_shard: bool = False

@@ -341,6 +341,26 @@ class Candidates:
     def _splits_backward(variant: Variant) -> bool:
         return variant.shape.pp > 1 and schedule_type(variant.order.schedule).splits_backward
 
+    def nodes_of_experts(self, variant: Variant) -> int:
+        """Return the nodes over which tokens travel to experts in two steps; 1 where they go straight to these.
+
+        Raises:
+            PlanError: if two steps are asked for where ranks do not divide experts over whole nodes.
+        """
+        moe = self.config.spec.moe
+        inner = variant.shape.tp * variant.shape.cp
+        in_node, rest = divmod(self.degrees.node_size, inner)
+        spans_nodes = moe is not None and in_node > 0 and not rest and variant.ep > in_node and not variant.ep % in_node
+        asked = self.asked.ep_dispatch
+        if asked == "two_step" and not spans_nodes:
+            raise PlanError(
+                f"ep_dispatch=two_step: ep={variant.ep} does not span whole nodes of {self.degrees.node_size} devices "
+                f"(tp={variant.shape.tp}, cp={variant.shape.cp}); use auto"
+            )
+        if moe is None or not spans_nodes or asked == "direct" or (asked == "auto" and moe.experts_per_token == 1):
+            return 1
+        return variant.ep // in_node
+
     def plan(self, variant: Variant, num_microbatches: int | None = None) -> ParallelPlan:
         """Return the plan of ``variant``, for the whole batch or for ``num_microbatches``.
 
@@ -356,6 +376,7 @@ class Candidates:
             pp=shape.pp,
             cp=shape.cp,
             ep=variant.ep,
+            ep_nodes=self.nodes_of_experts(variant),
             dp_shard=shape.dp // variant.sharding.dp_replicate,
             dp_replicate=variant.sharding.dp_replicate,
             sequence_parallel=asked.sequence_parallel,

@@ -50,6 +50,8 @@ class Links:
             if measured is not None:
                 return measured
         bandwidth = device.neighbour_bandwidth
+        if hops_between_nodes and traffic.collective == "all_to_all":
+            return self._between_nodes(traffic, in_a_node)
         latency = LINK_SECONDS if device.link_bandwidth else PCIE_SECONDS
         if hops_between_nodes:
             # a ring through a node uses as many NICs as it has devices there
@@ -58,6 +60,15 @@ class Links:
         passes = 2 if traffic.collective == "all_reduce" else 1
         waiting = passes * ((hops - hops_between_nodes) * latency + hops_between_nodes * NETWORK_SECONDS)
         return traffic.count * (START_SECONDS + waiting) + traffic.sent_bytes / (bandwidth * COLLECTIVE_SHARE)
+
+    def _between_nodes(self, traffic: Traffic, in_a_node: int) -> float:
+        """Return the time of all-to-alls between nodes: what leaves a node does so through one NIC of each rank."""
+        device = self.device
+        others = traffic.num_ranks - in_a_node
+        leaving = others / traffic.num_ranks * traffic.num_bytes / device.network_bandwidth
+        staying = (in_a_node - 1) / traffic.num_ranks * traffic.num_bytes / device.neighbour_bandwidth
+        # to every other rank straight, and all at once
+        return traffic.count * (START_SECONDS + NETWORK_SECONDS) + max(leaving, staying) / COLLECTIVE_SHARE
 
     def _measured(self, traffic: Traffic) -> float | None:
         """Return the time of transfers inside a machine that was measured; None if it was not."""
@@ -75,6 +86,8 @@ class Links:
             "tp": (1, plan.tp),
             "cp": (plan.tp, plan.cp),
             "ep": (plan.tp * plan.cp, plan.ep),
+            "ep_in_node": (plan.tp * plan.cp, plan.ep // plan.ep_nodes),
+            "ep_nodes": (plan.tp * plan.cp * (plan.ep // plan.ep_nodes), plan.ep_nodes),
             "shard": (plan.tp, plan.num_shards),
             "replicate": (plan.tp * plan.num_shards, plan.num_copies),
             "pp": (plan.world_size // plan.pp, plan.pp),

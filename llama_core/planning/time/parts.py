@@ -21,7 +21,7 @@ from llama_core.planning.time.compute import StageCompute, of_layers
 from llama_core.planning.time.kernels import NO_TIME, Pass
 from llama_core.planning.time.links import Links
 from llama_core.planning.time.makespan import Span, forwards_alone, span
-from llama_core.planning.transfers import PassTraffic, Traffic, merged
+from llama_core.planning.transfers import OF_EP, PassTraffic, Traffic, merged
 from llama_core.planning.work import Stage, Work
 from llama_core.records.step_parts import BUBBLE, COLLECTIVES, OPTIMIZER, OTHER_TRANSFERS, POINTWISE
 from llama_core.units import GB
@@ -43,7 +43,7 @@ AXES: tuple[Part, ...] = ("tp", "cp", "ep", "dp", "pp")
 AXIS_OF: Mapping[str, Part] = {
     "tp": "tp",
     "cp": "cp",
-    "ep": "ep",
+    **dict.fromkeys(OF_EP, "ep"),
     "pp": "pp",
     "shard": "dp",
     "replicate": "dp",
@@ -243,7 +243,7 @@ class StepParts:
 
     def _expert_parallel(self, stage: Stage, before: Pass) -> Pass:
         """Return the time the trips of tokens to experts on other ranks add to a pass."""
-        return of_layers(stage, lambda layer, mode: self._sent(layer.transfers(mode).on("ep"), copies=False))
+        return of_layers(stage, lambda layer, mode: self._sent(layer.transfers(mode).on(*OF_EP), copies=False))
 
     def _weights_per_pass(self, stage: Stage, before: Pass) -> Pass:
         """Return the time weight gathers and gradient reductions add to every pass of a stage."""
