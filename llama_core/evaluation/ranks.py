@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from llama_core import errors
+from llama_core.config.settings import Device
 from llama_core.errors import EnvironmentMismatchError, RankFailedError, TrainingInfraError
 from llama_core.imports import safe_python
 from llama_core.launch.jobs.launcher import known_launchers
 from llama_core.launch.ports import free_port
+from llama_core.launch.rank.supervisor import worker_environment
 from llama_core.launch.rank.surroundings import Step, Surroundings
-from llama_core.machine.detect import available_cores
 
 _COMMAND = safe_python("-m", "llama_core.evaluation.worker")
 _LOOK_SECONDS = 0.5
@@ -68,7 +69,7 @@ def answers_of_ranks(order: Mapping[str, Any], num_ranks: int, num_nodes: int = 
     """Start the ranks, yield what the first of them says, and end all.
 
     Args:
-        order: what every rank reads from its standard input.
+        order: what every rank reads from its standard input; it names their ``device``.
         num_ranks: their number.
         num_nodes: nodes of the job around this process that have them, as many each; 1 for this machine.
 
@@ -77,7 +78,9 @@ def answers_of_ranks(order: Mapping[str, Any], num_ranks: int, num_nodes: int = 
         TrainingInfraError: the error of the first rank.
         RankFailedError: if a rank has ended without one.
     """
-    with _started_here(num_ranks) if num_nodes == 1 else _started_on_nodes(num_ranks, num_nodes) as parts:
+    device = order["device"]
+    here = num_nodes == 1
+    with _started_here(num_ranks, device) if here else _started_on_nodes(num_ranks, num_nodes, device) as parts:
         for part in parts:
             part.order(order)
         for line in _lines(parts):
@@ -89,10 +92,10 @@ def answers_of_ranks(order: Mapping[str, Any], num_ranks: int, num_nodes: int = 
 
 
 @contextmanager
-def _started_here(num_ranks: int) -> Iterator[Sequence[_Part]]:
+def _started_here(num_ranks: int, device: Device) -> Iterator[Sequence[_Part]]:
     """Start the ranks on this machine, for the duration of the block."""
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
-    variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks)))
+    environment = worker_environment(os.environ, device, num_ranks, None)
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
     parts: list[_Part] = []
     with ExitStack() as stack:
         stack.callback(_end, parts)
@@ -100,15 +103,13 @@ def _started_here(num_ranks: int) -> Iterator[Sequence[_Part]]:
             log = stack.enter_context(tempfile.TemporaryFile())
             out = subprocess.PIPE if rank == 0 else log
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = subprocess.Popen(
-                _COMMAND, stdin=subprocess.PIPE, stdout=out, stderr=log, env=os.environ | variables | own
-            )
+            process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=out, stderr=log, env=environment | own)
             parts.append(_Part(f"rank {rank}", process, log))
         yield parts
 
 
 @contextmanager
-def _started_on_nodes(num_ranks: int, num_nodes: int) -> Iterator[Sequence[_Part]]:
+def _started_on_nodes(num_ranks: int, num_nodes: int, device: Device) -> Iterator[Sequence[_Part]]:
     """Start the ranks as a step of the job around this process, for the duration of the block."""
     step = _surroundings(num_nodes).step(_COMMAND, num_ranks, num_nodes)
     environment = {name: value for name, value in step.environment.items() if not name.startswith(_OF_OTHER_RANKS)}
@@ -118,7 +119,7 @@ def _started_on_nodes(num_ranks: int, num_nodes: int) -> Iterator[Sequence[_Part
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={"OMP_NUM_THREADS": str(step.cores)} | environment,
+            env=worker_environment(environment, device, num_ranks // num_nodes, None, step.cores),
         )
         part = _Part("a rank", process, log, step)
         try:

@@ -27,6 +27,7 @@ from llama_core.evaluation.generate import find_model
 from llama_core.evaluation.held_out import HELD_OUT, LossOnData, evaluate
 from llama_core.evaluation.questions import AskedQuestion, Devices
 from llama_core.launch.rank import worker
+from llama_core.launch.rank.supervisor import worker_environment
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import checkpoint_name, checkpoint_step, data_digests, list_checkpoints
 from llama_core.records.data_changes import allow_data_change
@@ -329,6 +330,18 @@ def test_an_evaluation_of_which_a_rank_dies_has_not_ended(files, tmp_path, monke
     assert evaluator.main([str(run.path), "--step", str(step), "--device", "cpu"]) == 1
     assert "of the evaluation ended with exit code 1: out of luck" in capsys.readouterr().out
     assert read_ending(run, checkpoint) is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_ranks_of_an_evaluation_have_the_environment_of_those_of_training(device, monkeypatch):
+    program = "import json, os; print(json.dumps({'answer': dict(os.environ)}), flush=True)"
+    monkeypatch.setattr(evaluation_ranks, "_COMMAND", (sys.executable, "-c", program))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    (said,) = evaluation_ranks.answers_of_ranks({"device": device}, 2)
+    expected = worker_environment(os.environ, device, 2, None)
+    assert expected.items() <= said["answer"].items()
+    assert expected["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
+    assert not any(name.startswith("TORCH_FR_") for name in expected)  # there is no folder for these of a run
 
 
 def test_an_evaluation_that_is_refused_ends_with_the_reason(trained, files, capsys):

@@ -150,7 +150,7 @@ class Supervisor:
 
 
 def worker_environment(
-    base: Mapping[str, str], device: "Device", ranks_on_node: int, run_dir: Path, cores: int | None = None
+    base: Mapping[str, str], device: "Device", ranks_on_node: int, run_dir: Path | None, cores: int | None = None
 ) -> dict[str, str]:
     """Return the environment of a worker; a variable that is set already is never changed.
 
@@ -158,7 +158,7 @@ def worker_environment(
         base: the environment to add to.
         device: where the worker computes.
         ranks_on_node: ranks that share the machine's cores.
-        run_dir: the run directory.
+        run_dir: the run directory; None if the worker belongs to no run that trains.
         cores: the worker's cores; by default its share of those that the process may use.
     """
     cores = cores or max(1, available_cores() // ranks_on_node)
@@ -178,19 +178,15 @@ def worker_environment(
             defaults["GLIBC_TUNABLES"] = MALLOC_TUNABLES
     if device == "cuda":
         own = cuda_defaults(run_dir, cores)
-        defaults |= {name: value for name, value in own.items() if _OLD_NAMES.get(name) not in base}
+        defaults |= {name: value for name, value in own.items() if _OLD_NAMES.get(name, name) not in base}
     return defaults | dict(base)
 
 
-def cuda_defaults(run_dir: Path, cores: int) -> dict[str, str]:
+def cuda_defaults(run_dir: Path | None, cores: int) -> dict[str, str]:
     """Return the variables of a worker on CUDA with its share of the cores, read by torch 2.11 and newer."""
-    return {
+    defaults = {
         # less fragmentation: freed memory is remapped instead of kept in blocks of one size
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        # what every rank sent and waited for, in a file, when a collective times out
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_BUFFER_SIZE": "20000",
-        "TORCH_FR_DUMP_TEMP_FILE": str(flight_recorder(RunDirectory(run_dir)) / "rank-"),
         # a warning against what ``Mesh.transfers`` avoids
         "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
         # Some 20 streams would share 8 queues of the device, in which work waits for unrelated work before it: a
@@ -198,6 +194,14 @@ def cuda_defaults(run_dir: Path, cores: int) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "32",
         # each of up to eight ranks of a machine would start a process for every core
         "TORCHINDUCTOR_COMPILE_THREADS": str(min(COMPILE_WORKERS, cores)),
+    }
+    if run_dir is None:
+        return defaults
+    return defaults | {
+        # what every rank sent and waited for, in a file, when a collective times out
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "20000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(flight_recorder(RunDirectory(run_dir)) / "rank-"),
     }
 
 
