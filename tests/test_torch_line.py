@@ -14,6 +14,7 @@ import training_reports
 HEAVY = (
     "llama_core.models",
     "llama_core.parallel",
+    "llama_core.preflight",
     "llama_core.training",
     "llama_core.rehearsal",
     "llama_core.calibration.operations",

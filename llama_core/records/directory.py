@@ -125,6 +125,11 @@ class RunDirectory:
         return self.path / "logs" / "activities.jsonl"
 
     @property
+    def preflights(self) -> Path:
+        """The ``PreflightRecord`` of each attempt, a line of JSON each; missing with ``launch.preflight=off``."""
+        return self.path / "logs" / "preflight.jsonl"
+
+    @property
     def repeated_steps(self) -> Path:
         """The steps missing from the metrics because they were done again or left out, a line of JSON each."""
         return self.path / "logs" / "repeated-steps.jsonl"

@@ -38,6 +38,7 @@ from llama_core.records.files import checked_record, read_json, read_typed
 from llama_core.records.job import JobRecord, Outcome, OutcomeStatus
 from llama_core.records.measurements import BenchmarkRecord, TrainingSummary
 from llama_core.records.metrics import read_heartbeat, read_metrics, set_aside
+from llama_core.records.preflight import read_preflights
 from llama_core.records.references import read_reference
 from llama_core.records.retention import by_held_out_loss
 from llama_core.records.rollbacks import read_rollbacks
@@ -143,6 +144,7 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
         *([checkpoint.fact() for checkpoint in checkpoints] or [Fact("checkpoint", "none yet")]),
         _disk(run, config, state, good),
         _metrics(run, state, good),
+        *_slow_ranks(run),
         *_evaluations(run),
         *(list(_damaged_records(run)) or _edited_settings(run, config, state)),  # which reads some of them
         *([Fact("advice", advice)] if advice else []),
@@ -275,6 +277,13 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
     return Fact("metrics", f"{text}; resuming repeats what follows step {saved}" if repeats else text)
 
 
+def _slow_ranks(run: RunDirectory) -> Iterator[Fact]:
+    """Yield a line for each rank that fell behind before the newest attempt; the run goes on with it."""
+    with suppress(RunDirectoryError):  # a damaged record is told of below
+        for newest in read_preflights(run)[-1:]:
+            yield from (Fact("preflight", str(named)) for named in newest.named)
+
+
 def _evaluations(run: RunDirectory) -> Iterator[Fact]:
     """Yield a line for each evaluation that has ended without scores."""
     try:
@@ -312,6 +321,7 @@ def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
         run.rollbacks: partial(read_rollbacks, run),
         run.data_changes: partial(read_data_changes, run),
         run.settings_changes: partial(read_settings_changes, run),
+        run.preflights: partial(read_preflights, run),
         run.reference: partial(read_reference, run),
     }
     for path, read in readers.items():

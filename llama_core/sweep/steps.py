@@ -67,6 +67,7 @@ _FREE_TO_CHANGE = {
     *request_sections(),
     "collective_timeout_s",
     "hang_timeout_s",
+    "preflight",
     "force",
     "dollars_per_gpu_hour",
 }

@@ -26,6 +26,7 @@ from llama_core.records.files import DAMAGE, checked_record, read_file, read_jso
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import BenchmarkRecord, ExpectedStep, Samples, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
+from llama_core.records.preflight import PreflightRecord, read_preflights
 from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.records.timelines import LaneRecord, read_lanes
@@ -80,6 +81,8 @@ class RunContents:
     """One for each time that the run went on with other data; empty if there are none, or their record is damaged."""
     settings_changes: Sequence[SettingsChange]
     """The same for other settings."""
+    preflights: Sequence[PreflightRecord]
+    """The check of the machines before each attempt; empty if there was none, or their record is damaged."""
     scores: Sequence[Score]
     """What its checkpoints have scored; empty if none was evaluated, or a file is damaged."""
 
@@ -134,6 +137,7 @@ class RunContents:
             lanes=_readable(lambda: read_lanes(run, int((plan or {}).get("pp", 1)))),
             data_changes=_readable(lambda: read_data_changes(run).changes),
             settings_changes=_readable(lambda: read_settings_changes(run)),
+            preflights=_readable(lambda: read_preflights(run)),
             scores=_readable(lambda: read_scores(run)),
         )
 

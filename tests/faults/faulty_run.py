@@ -87,7 +87,8 @@ class Fault:
     """What to break, and when; ``injection/sitecustomize.py`` does it.
 
     An action is ``{"signal": "SIGKILL"}`` (with ``count``, and ``to="supervisor"``), ``{"sleep": seconds}``,
-    ``{"raise": message}``, ``{"errno": number}``, or ``{"factor": "nan"}``, which multiplies what the function returns.
+    ``{"raise": message}``, ``{"errno": number}``, ``{"environment": variables}``, or ``{"factor": "nan"}``, which
+    multiplies what the function returns.
     """
 
     phase: str

@@ -35,6 +35,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_json, write_json
 from llama_core.records.held_out import HeldOutRows
 from llama_core.records.measurements import ExpectedStep
+from llama_core.records.preflight import NamedRank, PreflightRecord, append_preflight
 from llama_core.records.timelines import LaneRecord, write_lane
 from llama_core.units import GIB, MIB, format_bytes
 from training_reports import page as page_of_run
@@ -377,6 +378,15 @@ def test_settings_that_differ_from_their_defaults_stand_out(run):
     assert [attributes.get("class") for tag, attributes in page.elements if tag == "tr"].count("emphasised") == 1
     assert "Settings 1 of " in page.text
     assert "training.seed 12345" in page.text
+
+
+def test_a_page_names_ranks_that_fell_behind_before_a_start_and_escapes_them(run):
+    slow = NamedRank(3, HOSTILE, "a device", ("a copy in its memory took 2 ms",), slows_training=True)
+    unread = "rank 0 on n0 could not measure a write"
+    append_preflight(run, PreflightRecord("2026-11-29T20:00:00+00:00", 0.1, (), (slow,), (unread,)))
+    text = report(run).text
+    assert f"before the start at 2026-11-29T20:00:00+00:00 : {slow}" in text
+    assert unread in text
 
 
 def test_a_page_warns_that_the_base_weights_are_random(run):

@@ -21,9 +21,10 @@ from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluation_jobs import write_ending
 from llama_core.records.evaluations import Score, write_scores
-from llama_core.records.files import timestamp, write_json
+from llama_core.records.files import now, timestamp, write_json
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.metrics import read_metrics, write_metrics_part
+from llama_core.records.preflight import NamedRank, PreflightRecord, append_preflight
 from llama_core.records.references import writing_reference
 from llama_core.runs.continuing import has_lost_its_end
 from llama_core.runs.diagnosis import diagnose
@@ -197,6 +198,15 @@ def test_a_job_on_another_machine_is_unknown_and_no_command_is_given(run):
     found = diagnose(run)
     assert (found.state, found.command) == ("unknown", "")
     assert "was submitted on elsewhere" in problems(found)[0][1]
+
+
+def test_a_rank_that_fell_behind_before_the_newest_attempt_is_told_of_and_is_no_problem(run):
+    slow, fault = (NamedRank(1, "n1", "a device", (text,), slows_training=True) for text in ("slow", "faulty"))
+    append_preflight(run, PreflightRecord(now(), 0.1, (), (slow,)))
+    append_preflight(run, PreflightRecord(now(), 0.1, (), (fault,)))
+    found = diagnose(run)
+    assert texts(found, "preflight") == ["rank 1 on n1 (a device): faulty"]
+    assert "preflight" not in {fact.subject for fact in found.facts if fact.is_problem}
 
 
 def test_a_damaged_checkpoint_is_a_problem_only_found_by_reading(run):

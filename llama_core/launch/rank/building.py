@@ -23,8 +23,16 @@ from llama_core.launch.rank.checks import (
 )
 from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.models.batch import Batch
-from llama_core.parallel.ranks import from_first_rank, is_first_rank, joined_ranks, one_per_machine_first, own_rank
+from llama_core.parallel.ranks import (
+    from_first_rank,
+    is_first_rank,
+    joined_ranks,
+    one_per_machine_first,
+    own_rank,
+    this_device,
+)
 from llama_core.planning.plan import ParallelPlan
+from llama_core.preflight.preflight import check_machines
 from llama_core.records.activity import record_activity
 from llama_core.records.data_changes import read_data_changes, record_data_change
 from llama_core.records.directory import RunDirectory
@@ -75,12 +83,15 @@ def join_ranks(run: RunDirectory, config: RunConfig, plan: ParallelPlan, ranks: 
         even_alone=plan.zero_backend == "deepspeed",
     )
     ranks.enter_context(joining)
-    check_ranks_agree(run, config)
+    facts = check_ranks_agree(run, config)
     check_settings(run, config)
     if plan.world_size < config.parallel.gpus and is_first_rank():
         logger.warning(
             "on %d of %d ranks (launch.min_nodes): %s", plan.world_size, config.parallel.gpus, plan.summary()
         )
+    if config.launch.preflight != "off":
+        _tell(run, "checking the machines")
+        check_machines(run, this_device(config.launch.device), [of_rank.host for of_rank in facts])
 
 
 class DataOfRank:

@@ -196,8 +196,8 @@ def find_room_for_temporary_files(run: RunDirectory) -> None:
     )
 
 
-def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
-    """Gather and record the facts of all ranks, and refuse to train if they differ.
+def check_ranks_agree(run: RunDirectory, config: RunConfig) -> list[RankFacts]:
+    """Gather, record and return the facts of all ranks, in order, and refuse to train if they differ.
 
     Raises:
         EnvironmentMismatchError: on every rank, naming what differs and where.
@@ -214,6 +214,7 @@ def check_ranks_agree(run: RunDirectory, config: RunConfig) -> None:
     differences = list(disagreements(ranks))
     if differences:
         raise EnvironmentMismatchError("; ".join(differences))
+    return ranks
 
 
 def check_settings(run: RunDirectory, config: RunConfig) -> None:

@@ -52,6 +52,7 @@ class Injector:
             target = os.getppid() if action.get("to") == "supervisor" else os.getpid()
             os.kill(target, signal.Signals[action["signal"]])
             time.sleep(0.005)  # the kernel holds one signal of a kind
+        os.environ.update(action.get("environment", {}))
         time.sleep(action.get("sleep", 0))
         if "errno" in action:
             raise OSError(action["errno"], os.strerror(action["errno"]), *action.get("path", ()))

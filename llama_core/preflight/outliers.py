@@ -1,0 +1,39 @@
+"""Which of several values are far above the others: a test that a few bad values do not upset."""
+
+from collections.abc import Sequence
+from statistics import median
+
+DEVIATIONS = 5.0
+"""Standard deviations above the median from which a value is an outlier. Normal noise exceeds them once in three
+million values, so that thousands of ranks start for years without a false alarm."""
+SIGMA_OF_MAD = 1.4826
+"""The standard deviation of normal noise over its median absolute deviation."""
+
+
+def outliers(values: Sequence[float], *, share: float, least: float = 0.0) -> dict[int, float]:
+    """Return the places of values far above the others, each with the median of the others.
+
+    A value is far above the others if it exceeds their median by ``DEVIATIONS``, by ``share`` of the median, and by
+    ``least``. Among two values, and among many that hardly differ, the deviations say nothing, and the floors decide.
+    The median is that of the others alone, so that one of two values can be an outlier, and one slow node of two.
+
+    Args:
+        values: at least none; a single one has no others.
+        share: the floor as a share of the median: 1 for twice as much.
+        least: the floor in the unit of the values.
+    """
+    if len(values) < 2:
+        return {}
+    ordered = sorted(values)
+    # no median of others is below this one, so that most values need no look at all the others
+    lowest = ordered[(len(ordered) - 2) // 2]
+    found = {}
+    for place, value in enumerate(values):
+        if value <= lowest + max(share * lowest, least):
+            continue
+        others = [*values[:place], *values[place + 1 :]]
+        usual = median(others)
+        deviation = SIGMA_OF_MAD * median(abs(other - usual) for other in others)
+        if value > usual + max(DEVIATIONS * deviation, share * usual, least):
+            found[place] = usual
+    return found
