@@ -76,8 +76,10 @@ def block_forward(q_BNSH: Tensor, kv_2BKSH: Tensor, *, mask: BlockMask) -> tuple
     out_BNQH, lse_BNQ = kernel_for(q_BNQH, mask).forward(q_BNQH, k_BKJH, v_BKJH, mask)
     if mask.blind_B1Q is None:
         return out_BNQH, lse_BNQ
-    # the kernels differ for such queries: the CPU's returns log-sum-exp 0
-    return out_BNQH.masked_fill(mask.blind_B1Q[..., None], 0), lse_BNQ.masked_fill(mask.blind_B1Q, -math.inf)
+    # the kernels differ for such queries: the CPU's returns log-sum-exp 0; ``masked_fill`` would change the order of
+    # dims in memory, and the next matrix product keep a copy in the old one
+    seen_BNQH = torch.where(mask.blind_B1Q[..., None], out_BNQH.new_zeros(()), out_BNQH)
+    return seen_BNQH, lse_BNQ.masked_fill(mask.blind_B1Q, -math.inf)
 
 
 def block_backward(

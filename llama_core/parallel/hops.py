@@ -60,23 +60,29 @@ def run_experts_over_hops(
         hops: the ranks that divide them.
     """
     num_nodes, in_node = (dist.get_world_size(group) for group in hops)
-    num_ranks = num_nodes * in_node
     fake = None
     if isinstance(x_TD, FakeTensor):
-        fake = rows_of_hops(moe, len(x_TD), num_nodes=num_nodes, num_ranks=num_ranks)
+        fake = rows_of_hops(moe, len(x_TD), num_nodes=num_nodes, num_ranks=num_nodes * in_node)
     routed = Routed(x_TD, gates_TK, chosen_TK.int())
-    to_node = Trip.plan(routed, moe.num_experts // num_nodes, hops.between_nodes, fake and fake.to_nodes)
-    routed = to_node.there(routed)
-    own_experts = moe.num_experts // num_ranks
-    to_rank = Trip.plan(routed, own_experts, hops.in_node, fake and fake.to_ranks)
-    arrived = Arrived.sort(to_rank.there(routed), own_experts, fake and fake.to_experts)
+    num_experts = moe.num_experts
+    trips: list[Trip] = []
+    for group, num_rows in zip(hops, fake[:2] if fake else (None, None), strict=True):
+        num_places = dist.get_world_size(group)
+        if num_places > 1:
+            num_experts //= num_places
+            trips.append(Trip.plan(routed, num_experts, group, num_rows))
+            routed = trips[-1].there(routed)
+    arrived = Arrived.sort(routed, num_experts, fake and fake.to_experts)
     del routed  # its rows have been copied
     gates_R1 = arrived.gates_R1
     if moe.gate_inputs:
         results_RD = experts(arrived.rows_RD * gates_R1, arrived.tokens_per_expert)
     else:
         results_RD = experts(arrived.rows_RD, arrived.tokens_per_expert) * gates_R1
-    return to_node.back(to_rank.back(arrived.slots.sum(results_RD)))
+    out = arrived.slots.sum(results_RD)
+    for trip in reversed(trips):
+        out = trip.back(out)
+    return out
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,8 +143,9 @@ def _backward(  # noqa: PLR0917 - as they are saved
         # the sum over the ranks that this block has passed; the rank after its owner starts it
         sum_2BKSH, spare = travelling.wait() if travelling else (torch.zeros_like(grad_kv_2BKSH), None)
         sum_2BKSH[..., mask.keys, :] += part_kv_2BKJH
+        del part_q_BNQH, part_kv_2BKJH  # before there is memory for what arrives
         travelling = _Hop(sum_2BKSH, spare, group)
-        del part_q_BNQH, part_kv_2BKJH, sum_2BKSH, spare  # free them before computing the next ones
+        del sum_2BKSH, spare  # before the next ones are computed
     if travelling is not None:
         grad_kv_2BKSH += travelling.wait()[0]
     grad_k_BKSH, grad_v_BKSH = grad_kv_2BKSH.to(kv_2BKSH.dtype)

@@ -376,6 +376,8 @@ def test_both_phases_of_a_rank_with_a_large_tied_embedding_are_estimated_within_
         nightly(zero(3, ep=2, recompute="full"), None),
         nightly(zero(2, ep=2), 2),
         nightly(zero(1, ep=4), None),
+        (zero(3, dp_shard=4, ep=4, ep_nodes=2, num_microbatches=1), 2),
+        nightly(zero(2, dp_shard=4, ep=2, ep_nodes=2, tp=2, recompute="full"), None),
     ],
     ids=str,
 )
@@ -386,6 +388,28 @@ def test_experts_on_other_ranks_than_the_rest_are_estimated_within_half_a_percen
     config = medium("sparse", ("training.precision=bf16", f"launch.device={device}"))
     counted = rehearse(config, plan).profile.peak_bytes
     assert estimated(config, plan).peak_bytes == pytest.approx(counted, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision", "documents"),
+    [
+        (zero(3, cp=2, dp_shard=1, num_microbatches=1), "bf16", False),
+        (zero(3, cp=4, dp_shard=1, num_microbatches=1, recompute="full"), "bf16", False),
+        nightly(zero(3, cp=4, dp_shard=1, num_microbatches=1), "fp32", False),
+        (zero(3, cp=2, dp_shard=1, num_microbatches=1), "fp32", True),  # the kernel with an additive mask
+    ],
+    ids=str,
+)
+def test_keys_of_every_query_head_go_around_a_ring_as_estimated(plan, precision, documents, monkeypatch):
+    """With as many heads as queries have, the ring's blocks and their gradients are the peak of the backward."""
+    spec = replace(MEDIUM, name="all_heads", vocab_size=512, num_kv_heads=MEDIUM.num_heads, ffn_size=MEDIUM.hidden_size)
+    monkeypatch.setitem(models._REGISTRY, spec.name, spec)
+    config = medium(
+        spec.name, (f"training.precision={precision}", "launch.device=cuda", f"data.document_mask={documents}")
+    )
+    result = rehearse(config, plan)
+    assert "attention" in result.peak_at
+    assert estimated(config, plan).peak_bytes == pytest.approx(result.profile.peak_bytes, rel=0.002)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3", "tp2", "1f1b copies"])

@@ -231,6 +231,8 @@ class AttentionProgram(Matrices):
 
     def held_by_kernel(self, queries: int, keys: int, sums: int) -> BothWays:
         """Return the bytes that attention's kernel holds beside inputs and outputs."""
+        if self.kernel.moves == "ring":
+            return self.held_by_ring(queries, keys, sums)
         cp = 1 if self.kernel.has_whole_rows else self.setting.cp
         if not self.kernel.skips_hidden:
             return BothWays(0, sums)
@@ -245,6 +247,30 @@ class AttentionProgram(Matrices):
         # what is gathered: in the forward the last keys or values, and the keys before their rotation
         stream = self.num_bytes[self.input]
         return BothWays((cp + 1) * keys + 2 * seen + stream, backward + 2 * seen)
+
+    def held_by_ring(self, queries: int, keys: int, sums: int) -> BothWays:
+        """Return the same for blocks that go around a ring, on its first rank: see ``parallel/ring.py``.
+
+        There, half of the queries see a block of another rank, and all of its keys.
+        """
+        widening = FP32_BYTES // self.itemsize
+        casts = self.setting.is_mixed_precision
+        # one block arrives while another is used; from the third rank on, none of them is this rank's own
+        blocks = 2 * keys * min(2, self.setting.cp - 1)
+        merged = widening * queries
+        part = queries // 2
+        first = queries + sums
+        other = part + (widening * part if casts else 0) + sums
+        forward = 2 * keys + blocks + merged + sums + max(first, other) - queries
+        # gradients in fp32 of queries, and of keys and values; others travel, to and from this rank
+        own = widening * (queries + 2 * keys)
+        travelling = 2 * widening * 2 * keys
+        grads = part + 2 * keys
+        part_grads = grads + (widening * grads if casts else 0) + widening * 2 * keys
+        in_middle = part_grads + (travelling if self.setting.cp > 2 else 0)
+        at_end = travelling + (queries + 2 * keys if casts else 0)
+        backward = blocks + own + max(in_middle, at_end) - queries - 2 * keys
+        return BothWays(forward, backward)
 
     def held_by_sinks(self, q: int, k: int, sums: int) -> BothWays:
         """Return what taking the share of a sink holds beside inputs and outputs; see ``models/sinks.py``."""

@@ -197,6 +197,8 @@ class Layer(AttentionProgram):
             ("ep_in_node", setting.ep // setting.ep_nodes, rows.to_nodes, rows.to_ranks),
         )
         for axis, places, num_tokens, num_rows in hops:
+            if places == 1:
+                continue
             row, token = self.slots(chosen, num_tokens, places, num_rows)
             ways.append((axis, row, token, num_tokens, num_rows))
             arrived = self.exchange_over(axis, self.spread(tokens, row, num_tokens, num_rows))
