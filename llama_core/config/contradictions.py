@@ -168,7 +168,7 @@ def _unsuited_degrees(parallel: ParallelConfig, spec: ModelSpec, seq_len: int) -
     """Yield which of the requested degrees cannot divide the model or a sequence, on any number of devices."""
     tp = parallel.tp
     if tp != "auto":
-        for what, count in spec.divided_by_tp.items():
+        for what, count in spec.divided_by_tp(whole_experts=parallel.expert_tp == 1).items():
             if count % tp:
                 text = f" does not divide the {count} {what} of {spec.name}; use one of {_divisors(count, 2 * tp)}"
                 yield _wrong("parallel.tp", tp, text, *MODEL)

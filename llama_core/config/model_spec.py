@@ -435,12 +435,15 @@ class ModelSpec:
             widths["columns of the shared expert"] = self.shared_size
         return widths
 
-    @property
-    def divided_by_tp(self) -> dict[str, int]:
-        """The counts that tensor-parallel ranks must divide evenly, by what they count."""
+    def divided_by_tp(self, *, whole_experts: bool = False) -> dict[str, int]:
+        """Return the counts that tensor-parallel ranks must divide evenly, by what they count.
+
+        Args:
+            whole_experts: whether they have whole experts.
+        """
         counts = {"key/value heads": self.num_kv_heads, "tokens of the vocabulary": self.vocab_size}
         counts |= self.dense_widths
-        if self.moe and self.expert_size not in counts.values():
+        if self.moe and not whole_experts and self.expert_size not in counts.values():
             counts["columns of an expert"] = self.expert_size
         if self.packed:
             # the inputs of these two are divided: a rank has a part of each row, in whole blocks

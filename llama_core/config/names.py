@@ -45,6 +45,7 @@ ALSO_CALLED = {
     "parallel.pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
     "parallel.cp": ("context_parallel", "context_parallel_size"),
     "parallel.ep": ("expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
+    "parallel.expert_tp": ("expert_tensor_parallel_size", "expert_tensor_parallel_degree", "etp"),
     "parallel.zero_stage": ("zero",),
     "parallel.schedule": ("pipeline_schedule",),
     "parallel.microbatch_size": ("micro_batch_size", "per_device_train_batch_size", "per_device_batch_size"),

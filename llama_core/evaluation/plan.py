@@ -221,5 +221,5 @@ def shared_plan(spec: ModelSpec, num_devices: int, tp: int, pp: int = 1) -> Para
 
 def dividing(spec: ModelSpec, numbers: Iterable[int]) -> list[int]:
     """Return those numbers of devices that can divide a model, in their order; 1 always can."""
-    counts = spec.divided_by_tp.values()
+    counts = spec.divided_by_tp().values()
     return [tp for tp in numbers if not any(count % tp for count in counts)]

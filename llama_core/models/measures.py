@@ -24,7 +24,8 @@ class Measures(Protocol):
     def take_measured(self) -> Tensor | None:
         """Return the sums since the last call, [num_sums] on the device, and forget them; None if there are none.
 
-        It must not wait for the device. Tensor-parallel ranks, which compute the same, each return all of a sum.
+        It must not wait for the device. Tensor-parallel ranks, which compute the same, each return all of a sum,
+        and only routers may return parts.
         """
 
     def of_step(self, sums: Sequence[float]) -> Mapping[str, float]:

@@ -80,7 +80,12 @@ class ParallelModel:
         if mesh is not None:
             divide_experts(self.model, mesh.experts, mesh.expert_hops)
         if mesh is not None and plan.divides_matrices:
-            apply_tensor_parallel(self.model, mesh.weights["tp"], sequence_parallel=plan.sequence_parallel)
+            apply_tensor_parallel(
+                self.model,
+                mesh.weights["tp"],
+                sequence_parallel=plan.sequence_parallel,
+                whole_experts=plan.folds_experts,
+            )
         use_kernels(self.model, documents, asked=plan.attention, cp=plan.cp)
         if mesh is not None and mesh.cp_group is not None:
             apply_context_parallel(self.model, mesh.cp_group)
@@ -137,8 +142,9 @@ class ParallelModel:
         ranks_averaged = self.plan.dp * self.plan.cp
         scale = loss_scale * ranks_averaged / count.to(self._wide)
         num_rows = self.plan.dp * sum(len(batch.tokens_BS) for batch in microbatches)
-        # likewise the auxiliary losses are means over all rows; tensor-parallel ranks add up equal gradients
-        prepare_routers(self.model, scale.new_full((), loss_scale * ranks_averaged / (num_rows * self.plan.tp)))
+        # likewise the auxiliary losses are means over all rows; ranks that route the same tokens add up equal gradients
+        num_equal = self.plan.tp_of_experts
+        prepare_routers(self.model, scale.new_full((), loss_scale * ranks_averaged / (num_rows * num_equal)))
         losses = self.pipeline.forward_backward(pieces, scale, on_phase)
         self.gradients.complete()
         return self._sum_over_ranks(losses) / count

@@ -78,7 +78,13 @@ def apply_context_parallel(model: Llama, group: ProcessGroup) -> None:
         elif isinstance(module, Attention):
             module.attend = partial(_attend, group=group)
     for mixture in mixtures(model):
-        mixture.count_rows = partial(all_reduce, reduceOp="sum", group=group)
+        mixture.count_rows = partial(_count_over, mixture.count_rows, group)
+
+
+def _count_over(count: Callable[[Tensor], Tensor], group: ProcessGroup, tokens_BE: Tensor) -> Tensor:
+    """Return the tokens of each row and expert over the ranks of a group, given what counts those of this rank."""
+    total_BE: Tensor = all_reduce(count(tokens_BE), "sum", group)
+    return total_BE
 
 
 def shard_batch(batch: Batch, cp_rank: int, cp_size: int) -> Batch:

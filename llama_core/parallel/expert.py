@@ -2,9 +2,10 @@
 
 Rank r of a group of n holds the experts r * E / n to (r + 1) * E / n - 1. Each trip is one all-to-all of uneven parts,
 or two where the group spans nodes (``hops``); the gradients make the same trips in reverse. Tensor-parallel ranks
-divide every expert, as they divide a feed-forward.
+divide every expert, as they divide a feed-forward, or they are ranks of such groups themselves and have whole experts.
 
-Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.1.
+Source: Lepikhin et al. 2020, arXiv:2006.16668, section 3.1; Liu et al. 2025, arXiv:2504.14960, for groups that
+attention and experts have each their own way.
 """
 
 # Shape suffixes: T tokens of this rank (a token with k experts counts k times), R tokens that reached this rank,

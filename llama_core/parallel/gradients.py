@@ -41,7 +41,7 @@ class Gradients:
         self._shared: list[tuple[dist.ProcessGroup, list[nn.Parameter]]] = []
         self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
         self._averaged_too_little: list[nn.Parameter] = []
-        self._ep = plan.ep
+        self._ep_over_dp = plan.ep_over_dp
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if mesh is None:
             self._by_copies[1] = list(trained.values())
@@ -69,7 +69,7 @@ class Gradients:
         for parameter in self._averaged_too_little:
             # the tokens of all data-parallel ranks reach an expert, but fewer of these ranks hold it and average
             if parameter.grad is not None:
-                local_part(parameter.grad).div_(self._ep)
+                local_part(parameter.grad).div_(self._ep_over_dp)
         for group, parameters in self._shared:
             for parameter in parameters:
                 if parameter.grad is None:

@@ -24,7 +24,10 @@ def measured_totals(model: Llama, plan: ParallelPlan) -> Tensor | None:
     total = torch.cat([_own(measure, device) for measure in model.measures])
     if dist.is_initialized():
         dist.all_reduce(total)
-        total /= plan.tp  # these ranks compute the same
+        sizes = [measure.num_sums for measure in model.measures]
+        for measure, sums in zip(model.measures, torch.split(total, sizes), strict=True):
+            # tensor-parallel ranks compute the same, but if they have whole experts, each routes other tokens
+            sums.div_(plan.tp_of_experts if isinstance(measure, Routers) else plan.tp)
     return total
 
 

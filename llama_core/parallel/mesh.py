@@ -33,7 +33,8 @@ class Mesh:
     or, without sharding, to the replicate axis."""
     experts: DeviceMesh
     """The same for the weights of experts, with an axis ep before tp if expert-parallel ranks divide them. These ranks
-    are neighbours among the data-parallel ones, so fewer ranks hold or shard the same expert."""
+    are neighbours among the data-parallel ones, so fewer ranks hold or shard the same expert. If tensor-parallel ranks
+    have whole experts, they are on the axis ep too, and tp has one rank."""
     expert_hops: Hops | None
     """Groups of the axis ep inside nodes and between them; None if tokens go straight to their experts."""
     cp_group: dist.ProcessGroup | None
@@ -163,9 +164,9 @@ def _rounds(routes: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def _of_experts(plan: ParallelPlan, device_type: str) -> DeviceMesh:
     """Return the mesh of the experts' weights, whose ranks are in another order than those of the other weights."""
     shard = plan.dp_shard // plan.fewer_expert_shards
-    replicate = plan.dp // plan.ep // shard
-    ranks = torch.arange(plan.world_size).view(plan.pp, replicate, shard, plan.ep, plan.cp, plan.tp)
-    sizes = (plan.pp, plan.num_expert_copies, plan.num_expert_shards, plan.ep, plan.tp)
+    replicate = plan.dp // plan.ep_over_dp // shard
+    ranks = torch.arange(plan.world_size).view(plan.pp, replicate, shard, plan.ep_over_dp, plan.cp, plan.tp)
+    sizes = (plan.pp, plan.num_expert_copies, plan.num_expert_shards, plan.ep, plan.tp_of_experts)
     ranks = ranks.transpose(3, 4).reshape(sizes)
     return _mesh(device_type, ranks, ("pp", "replicate", "shard", "ep", "tp"))
 

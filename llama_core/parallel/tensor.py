@@ -42,7 +42,9 @@ from llama_core.parallel.vocabulary import vocab_parallel_embedding
 from llama_core.weight_rows import INPUTS, OUTPUTS, Division, Weight
 
 
-def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def tensor_parallel_styles(
+    model: Llama, *, sequence_parallel: bool, whole_experts: bool = False
+) -> dict[str, ParallelStyle]:
     """Return how each module of ``model`` is divided, by name: one with a weight as the weight's row says."""
     stream = _stream(sequence_parallel=sequence_parallel)
     kind = model.spec.lora.kind if model.spec.lora else None
@@ -56,15 +58,21 @@ def tensor_parallel_styles(model: Llama, *, sequence_parallel: bool) -> dict[str
         # plain tensors again: whatever consumes them says how it wants them
         "stream": SequenceParallel(use_local_output=True) if sequence_parallel else Replicated(),
     }
+    whole_tokens = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),))
     of_modules: dict[type[nn.Module], ParallelStyle] = {
         GroupedQueryAttention: OwnHeads(stream, _weights_of_heads(model.spec)),
         LatentAttention: OwnHeadsOfLatents(stream, _weights_of_heads(model.spec)),
-        FeedForward: PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+        FeedForward: whole_tokens,
         MixtureOfExperts: RoutedAlike(stream),
         NormOfHeads: SummedNorm(),
     }
-    # what a shared expert writes is added to what this rank's part of the experts writes
-    of_shared = of_weights | {"inputs": Rows(Partial(), adapter, use_local_output=False)}
+    of_shared = of_weights
+    if whole_experts:
+        # a shared expert is divided as a feed-forward is
+        of_modules |= {MixtureOfExperts: RoutedApart(), SharedExpert: whole_tokens}
+    else:
+        # what a shared expert writes is added to what this rank's part of the experts writes
+        of_shared = of_weights | {"inputs": Rows(Partial(), adapter, use_local_output=False)}
     modules = dict(model.named_modules())
     styles = {name: of_modules[type(module)] for name, module in modules.items() if type(module) in of_modules}
     for name in model.spec.parameter_shapes:
@@ -87,7 +95,9 @@ def _stream(*, sequence_parallel: bool) -> Placement:
     return Shard(1) if sequence_parallel else Replicate()
 
 
-def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+def apply_tensor_parallel(
+    model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool, whole_experts: bool = False
+) -> None:
     """Divide the parameters of ``model`` over a mesh of one axis, and make it compute with its part.
 
     The parameters become DTensors. The stream between the blocks stays in plain tensors: whole, or with
@@ -97,12 +107,14 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: 
         model: the model, or a part of it, on the meta device or with the same values on every rank.
         mesh: the tensor-parallel ranks.
         sequence_parallel: divide the residual stream along the sequence.
+        whole_experts: leave experts whole, and let each rank route the tokens of its part of the sequence.
 
     Raises:
         NotImplementedError: if a weight has no row that says how it is divided.
     """
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    parallelize_module(model, mesh, tensor_parallel_styles(model, sequence_parallel=sequence_parallel))
+    styles = tensor_parallel_styles(model, sequence_parallel=sequence_parallel, whole_experts=whole_experts)
+    parallelize_module(model, mesh, styles)
     for name, parameter in model.named_parameters():  # these are new ones
         if not isinstance(parameter, DTensor):
             raise NotImplementedError(
@@ -303,9 +315,7 @@ class RoutedAlike(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, MixtureOfExperts)
-        # nothing that is another object for each router, or each block would be compiled anew
-        module.router.multiply = partial(_multiply_whole, module.router.multiply, Partial())
-        module.router.own_bias = partial(local_part, gradient=Partial())
+        _give_part_of_gradient(module)
         return distribute_module(
             module,
             device_mesh,
@@ -318,6 +328,26 @@ class RoutedAlike(ParallelStyle):
 
     def _summed(self, _: nn.Module, part: Tensor, mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(part, mesh, [Partial()]).redistribute(placements=[self.stream]).to_local()
+
+
+class RoutedApart(ParallelStyle):
+    """A mixture whose experts are whole: every rank routes the tokens whose stream it has.
+
+    So the router gets a part of its gradient on every rank, and the tokens of a row are counted over the ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, MixtureOfExperts)
+        _give_part_of_gradient(module)
+        module.count_rows = partial(all_reduce, reduceOp="sum", group=device_mesh.get_group())
+        return distribute_module(module, device_mesh)
+
+
+def _give_part_of_gradient(mixture: MixtureOfExperts) -> None:
+    """Let the router of a mixture, which is whole on every rank, get a part of its gradient."""
+    # nothing that is another object for each router, or each block would be compiled anew
+    mixture.router.multiply = partial(_multiply_whole, mixture.router.multiply, Partial())
+    mixture.router.own_bias = partial(local_part, gradient=Partial())
 
 
 class VocabularyParallel(ParallelStyle):

@@ -55,9 +55,12 @@ class ParallelPlan:
     cp: int = 1
     """Context-parallel ranks, which divide every sequence."""
     ep: int = 1
-    """Expert-parallel ranks, which divide the experts: neighbours among the data-parallel ranks."""
+    """Expert-parallel ranks, which divide the experts: neighbours among the data-parallel ranks, with all of the
+    tensor-parallel ranks of each if these do not divide every expert."""
     ep_nodes: int = 1
     """Nodes that these span, if tokens go once to each node and from there to its ranks; 1: straight to experts."""
+    expert_tp: int | None = None
+    """Tensor-parallel ranks that divide every expert: ``tp``, which is the default, or 1."""
     dp_shard: int = 1
     """Data-parallel ranks that shard optimizer states, gradients and weights."""
     dp_replicate: int = 1
@@ -160,10 +163,7 @@ class ParallelPlan:
         yield from self._exclusions_of_compression()
 
     def _exclusions_of_experts(self) -> Iterator[str]:
-        if self.dp % self.ep:
-            yield f"ep={self.ep} does not divide the {self.dp} data-parallel ranks"
-        elif self.dp_shard % self.ep and self.ep % self.dp_shard:
-            yield f"ep={self.ep} neither divides dp_shard={self.dp_shard} nor is a multiple of it"
+        yield from self._exclusions_of_expert_tp()
         if self.ep % self.ep_nodes:
             yield f"ep_nodes={self.ep_nodes} does not divide the ranks of ep={self.ep}"
         if self.compile and self.ep > 1 and self.recompute != "none":
@@ -171,6 +171,29 @@ class ParallelPlan:
                 f"compile with ep={self.ep} and recompute={self.recompute} would compile nothing, "
                 "because tokens leave the recomputed block; use recompute=none, or no compile"
             )
+
+    def _exclusions_of_expert_tp(self) -> Iterator[str]:
+        if self.tp_of_experts not in {1, self.tp}:
+            yield f"expert_tp={self.expert_tp} is neither 1 nor tp={self.tp}"
+            return
+        ep = f"ep={self.ep}"
+        if self.folds_experts:
+            if not self.sequence_parallel:
+                yield (
+                    "expert_tp=1 needs sequence_parallel=true: without, all tensor-parallel ranks have the same tokens"
+                )
+            if self.ep % self.tp:
+                yield (
+                    f"expert_tp=1 needs an ep that is a multiple of tp={self.tp}, because tensor-parallel ranks then "
+                    f"are expert-parallel ranks, but ep is {self.ep}; use ep={-(-self.ep // self.tp) * self.tp}, "
+                    "or leave expert_tp out"
+                )
+                return
+            ep = f"ep={self.ep} over tp={self.tp}"
+        if self.dp % self.ep_over_dp:
+            yield f"{ep} does not divide the {self.dp} data-parallel ranks"
+        elif self.dp_shard % self.ep_over_dp and self.ep_over_dp % self.dp_shard:
+            yield f"{ep} neither divides dp_shard={self.dp_shard} nor is a multiple of it"
 
     def _refusal_of_schedule(self) -> Iterator[str]:
         try:
@@ -225,7 +248,7 @@ class ParallelPlan:
             raise PlanError("; ".join(problems))
 
     def _misfits(self, spec: ModelSpec, seq_len: int, precision: Precision) -> Iterator[str]:
-        for what, count in spec.divided_by_tp.items():
+        for what, count in spec.divided_by_tp(whole_experts=self.folds_experts).items():
             if count % self.tp:
                 legal = [n for n in divisors(count) if n <= 2 * self.tp]
                 yield (
@@ -388,13 +411,31 @@ class ParallelPlan:
     @property
     def num_expert_copies(self) -> int:
         """``num_copies`` of the weights of experts."""
-        return self.num_copies * self.fewer_expert_shards // self.ep
+        return self.num_copies * self.fewer_expert_shards // self.ep_over_dp
 
     @property
     def fewer_expert_shards(self) -> int:
         """The factor by which experts have fewer shards than other weights."""
         # ranks that divide experts do not shard them too
-        return math.gcd(self.ep, self.dp_shard)
+        return math.gcd(self.ep_over_dp, self.dp_shard)
+
+    @property
+    def tp_of_experts(self) -> int:
+        """Tensor-parallel ranks that divide every expert."""
+        return self.tp if self.expert_tp is None else self.expert_tp
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether tensor-parallel ranks have whole experts, and each of them other ones.
+
+        They then route the tokens of their part of the sequence.
+        """
+        return self.tp_of_experts == 1 < self.tp
+
+    @property
+    def ep_over_dp(self) -> int:
+        """Data-parallel ranks that divide the experts, alone or with the tensor-parallel ranks of each."""
+        return self.ep // self.tp if self.folds_experts else self.ep
 
     @property
     def sharded_sequence(self) -> bool:
@@ -497,6 +538,8 @@ class ParallelPlan:
             zero = f"ZeRO {self.zero_stage} by DeepSpeed{offload}"
         nodes = f" on {self.ep_nodes} nodes" if self.ep_nodes > 1 else ""
         experts = f"experts over {self.ep}{nodes}" if self.ep > 1 else ""
+        if self.folds_experts:
+            experts += ", each whole"
         schedule = self.schedule if self.pp > 1 else ""
         attention = "" if self.attention == "auto" else f"{self.attention} attention"
         compression = ""

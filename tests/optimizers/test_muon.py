@@ -29,6 +29,7 @@ PLANS = {
 EP_PLANS = {
     "ep2 tp2": ParallelPlan(tp=2, dp_replicate=2, ep=2, num_microbatches=2),
     "ep2 zero3 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=3, num_microbatches=2),
+    "ep2 over tp2 zero3": ParallelPlan(tp=2, expert_tp=1, ep=2, dp_shard=2, zero_stage=3, num_microbatches=2),
     "hsdp2x2": PLANS["hsdp2x2"],
     "zero3 dp3": PLANS["zero3 dp3"],
 }

@@ -110,8 +110,9 @@ def test_how_a_step_is_cut_or_recomputed_changes_no_bias(plan):
         wide(ParallelPlan(pp=2, num_microbatches=4)),
         wide(ParallelPlan(pp=2, schedule="chimera", num_microbatches=4)),
         wide(ParallelPlan(cp=2, num_microbatches=4)),
+        wide(ParallelPlan(tp=2, expert_tp=1, ep=2, num_microbatches=4)),
     ],
-    ids=["ep2", "dp2", "pp2", "pp2 chimera", "cp2"],
+    ids=["ep2", "dp2", "pp2", "pp2 chimera", "cp2", "ep2 over tp2"],
 )
 def test_every_rank_moves_its_biases_by_the_tokens_of_all(plan):
     expected_loads, expected = trained(ALONE)

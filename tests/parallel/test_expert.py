@@ -82,11 +82,13 @@ def statistics(plan):
         {
             "ep2 tp2, full recompute": ParallelPlan(tp=2, dp_replicate=2, ep=2, recompute="full", num_microbatches=2),
             "cp2": ParallelPlan(cp=2, num_microbatches=4),
+            "ep2 over tp2": ParallelPlan(tp=2, expert_tp=1, ep=2, recompute="selective", num_microbatches=4),
+            "ep2 over tp2 cp2": ParallelPlan(tp=2, expert_tp=1, ep=2, cp=2, num_microbatches=4),
             "pp2 chimera": ParallelPlan(pp=2, schedule="chimera", num_microbatches=4),
             "selective recompute": ParallelPlan(recompute="selective", num_microbatches=2, microbatch_size=2),
             "compiled": ParallelPlan(compile=True, recompute="full", num_microbatches=4),
         },
-        narrow={"cp2"},
+        narrow={"cp2", "ep2 over tp2"},
     ),
 )
 def test_every_plan_reports_the_same_routing(plan):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import SPARSE, UNTIED, largest_differences
-from test_parity import PLANS, SPARSE_PLANS
+from test_parity import FOLDED_PLANS, PLANS, SPARSE_PLANS
 from tiers import nightly
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,19 +29,21 @@ def groups_as_on_cuda():
 
 
 @pytest.mark.parametrize(
-    ("name", "spec"),
+    ("plan", "spec"),
     [
-        ("pp2 1f1b", UNTIED),
-        nightly("pp2 zero3 dp2", UNTIED),
-        nightly("tp2 pp2 zero2 dp2", UNTIED),
-        nightly("pp2 cp2", UNTIED),
-        nightly("pp2 chimera hsdp2x2", UNTIED),
-        nightly("ep2 pp2 chimera zero2", SPARSE),
+        (PLANS["pp2 1f1b"], UNTIED),
+        nightly(PLANS["pp2 zero3 dp2"], UNTIED),
+        nightly(PLANS["tp2 pp2 zero2 dp2"], UNTIED),
+        nightly(PLANS["pp2 cp2"], UNTIED),
+        nightly(PLANS["pp2 chimera hsdp2x2"], UNTIED),
+        nightly(SPARSE_PLANS["ep2 pp2 chimera zero2"], SPARSE),
+        nightly(FOLDED_PLANS["ep2"], SPARSE),
+        nightly(FOLDED_PLANS["ep4 zero3"], SPARSE),
     ],
 )
-def test_a_plan_trains_over_the_groups_of_cuda_with_the_numbers_of_one_process(name, spec):
+def test_a_plan_trains_over_the_groups_of_cuda_with_the_numbers_of_one_process(plan, spec):
     """In float64, as in ``test_parity``."""
-    differences = largest_differences((PLANS | SPARSE_PLANS)[name], spec=spec, fault=groups_as_on_cuda)
+    differences = largest_differences(plan, spec=spec, fault=groups_as_on_cuda)
     assert max(differences.values()) < 1e-8, differences
 
 

@@ -149,6 +149,24 @@ SPARSE_PLANS = {
     "ep2, selective recompute": ParallelPlan(dp_replicate=2, ep=2, recompute="selective", num_microbatches=2),
     "compiled": ParallelPlan(compile=True, recompute="selective", num_microbatches=4),
 }
+FOLDED_PLANS = {
+    "ep2": ParallelPlan(tp=2, expert_tp=1, ep=2, num_microbatches=2),
+    "ep2 dp2": ParallelPlan(tp=2, expert_tp=1, ep=2, dp_replicate=2, num_microbatches=2),
+    "ep4": ParallelPlan(tp=2, expert_tp=1, ep=4, dp_replicate=2, num_microbatches=2),
+    "ep2 zero1 dp2": ParallelPlan(tp=2, expert_tp=1, ep=2, dp_shard=2, zero_stage=1, num_microbatches=2),
+    "ep4 zero2": ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=2, zero_stage=2, num_microbatches=2),
+    "ep4 on 2 nodes": ParallelPlan(tp=2, expert_tp=1, ep=4, ep_nodes=2, dp_replicate=2, num_microbatches=2),
+    "ep4 zero3": ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=2, zero_stage=3, num_microbatches=2),
+    "ep2 zero3 dp2": ParallelPlan(tp=2, expert_tp=1, ep=2, dp_shard=2, zero_stage=3, num_microbatches=2),
+    "ep4 hsdp2x2": ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=2, dp_replicate=2, zero_stage=3, num_microbatches=2),
+    "ep2 cp2 zero1": ParallelPlan(tp=2, expert_tp=1, ep=2, cp=2, zero_stage=1, num_microbatches=2),
+    "ep4 cp2 zero3": ParallelPlan(tp=2, expert_tp=1, ep=4, cp=2, dp_shard=2, zero_stage=3, num_microbatches=2),
+    "ep2 pp2 chimera": ParallelPlan(tp=2, expert_tp=1, ep=2, pp=2, schedule="chimera", num_microbatches=4),
+    "ep2, full recompute": ParallelPlan(tp=2, expert_tp=1, ep=2, recompute="full", num_microbatches=2),
+    "ep2, selective recompute": ParallelPlan(tp=2, expert_tp=1, ep=2, recompute="selective", num_microbatches=2),
+    "ep2, compiled": ParallelPlan(tp=2, expert_tp=1, ep=2, compile=True, num_microbatches=2),
+}
+"""Plans under which tensor-parallel ranks have whole experts."""
 
 RELATIVE_PLANS = {
     name: (PLANS | SPARSE_PLANS)[name]
@@ -232,6 +250,17 @@ def test_experts_match_one_process(plan):
 @pytest.mark.parametrize("plan", cases(SPARSE_PLANS, narrow={"ep2 tp2 zero3", "tp2 sp, selective recompute"}))
 def test_experts_with_other_traits_match_one_process(plan):
     differences = largest_differences(plan, spec=OTHER_SPARSE)
+    assert max(differences.values()) < 1e-8, differences
+
+
+@pytest.mark.parametrize("plan", cases(FOLDED_PLANS, narrow={"ep2 zero1 dp2"}))
+@pytest.mark.parametrize(
+    "spec",
+    [OTHER_SPARSE, *(nightly(spec) for spec in (SPARSE, OF_GPT_OSS, HYBRID))],
+    ids=["other", "plain", "gpt_oss", "adapted"],
+)
+def test_whole_experts_on_tensor_parallel_ranks_match_one_process(spec, plan):
+    differences = largest_differences(plan, spec=spec)
     assert max(differences.values()) < 1e-8, differences
 
 

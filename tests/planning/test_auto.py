@@ -179,6 +179,7 @@ PASSED_ON = {
     "tp": {"gpus": 2, "tp": 2},
     "pp": {"gpus": 2, "pp": 2},
     "cp": {"gpus": 2, "cp": 2},
+    "expert_tp": {"gpus": 2, "tp": 2, "expert_tp": 2},
     "dp_replicate": {"gpus": 4, "dp_replicate": 2},
     "sequence_parallel": {"gpus": 2, "tp": 2, "sequence_parallel": False},
     "zero_stage": {"gpus": 2, "zero_stage": 1},

@@ -80,6 +80,41 @@ def test_all_problems_of_a_plan_are_reported_at_once():
 
 
 @pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"expert_tp": 2, "tp": 4}, "expert_tp=2 is neither 1 nor tp=4"),
+        ({"expert_tp": 2}, "expert_tp=2 is neither 1 nor tp=1"),
+        ({"expert_tp": 1, "tp": 4}, "expert_tp=1 needs an ep that is a multiple of tp=4, .* but ep is 1; use ep=4, or"),
+        (
+            {"expert_tp": 1, "tp": 4, "ep": 6, "dp_replicate": 2},
+            "expert_tp=1 needs .* but ep is 6; use ep=8, or leave expert_tp out",
+        ),
+        ({"expert_tp": 1, "tp": 2, "ep": 4}, "ep=4 over tp=2 does not divide the 1 data-parallel ranks"),
+        (
+            {"expert_tp": 1, "tp": 2, "ep": 6, "dp_shard": 2, "dp_replicate": 3, "zero_stage": 1},
+            "ep=6 over tp=2 neither divides dp_shard=2 nor is a multiple of it",
+        ),
+        (
+            {"expert_tp": 1, "tp": 2, "ep": 2, "sequence_parallel": False},
+            "expert_tp=1 needs sequence_parallel=true: without, all tensor-parallel ranks have the same tokens",
+        ),
+    ],
+    ids=str,
+)
+def test_whole_experts_that_the_ranks_cannot_divide_are_refused_in_one_line(sizes, message):
+    with pytest.raises(PlanError, match=rf"\A{message}") as refused:
+        ParallelPlan(**sizes)
+    assert "\n" not in str(refused.value)
+
+
+def test_whole_experts_need_no_width_that_tensor_parallel_ranks_can_divide():
+    spec = replace(model_spec("tiny_llama3_50m"), moe=MoE(num_experts=4, expert_size=25))
+    ParallelPlan(tp=2, expert_tp=1, ep=2).check(spec, seq_len=32, precision="bf16")
+    with pytest.raises(PlanError, match="tp=2 does not divide the 25 columns of an expert"):
+        ParallelPlan(tp=2).check(spec, seq_len=32, precision="bf16")
+
+
+@pytest.mark.parametrize(
     ("plan", "changes", "message"),
     [
         ({}, {"ffn_size": 100}, "fp8 needs multiples of 16, but the feed-forward columns over tp=1 are 100; use bf16"),

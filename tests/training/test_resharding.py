@@ -29,6 +29,8 @@ PLANS = {
     "ep2 tp2": ParallelPlan(tp=2, dp_replicate=2, ep=2, num_microbatches=2),
     "ep2 pp2": ParallelPlan(pp=2, dp_replicate=2, ep=2, num_microbatches=2),
     "ep2 zero3 dp2": ParallelPlan(dp_shard=4, ep=2, zero_stage=3),
+    "ep4 over tp2": ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=2, zero_stage=1, num_microbatches=2),
+    "ep2 over tp2 zero3": ParallelPlan(tp=2, expert_tp=1, ep=2, dp_shard=2, zero_stage=3, num_microbatches=2),
 }
 
 
@@ -131,3 +133,8 @@ def test_a_tied_embedding_is_saved_once_and_loaded_by_both_ends_of_a_pipeline(pa
 @pytest.mark.nightly
 def test_experts_are_found_wherever_they_were(path):
     journey(path, ["ep2 tp2", "alone", "ep2 zero3 dp2", "ep2 pp2", "dp4"], SPARSE)
+
+
+@pytest.mark.nightly
+def test_whole_experts_are_found_wherever_they_were(path):
+    journey(path, ["ep4 over tp2", "alone", "ep2 over tp2 zero3", "ep2 tp2", "ep4 over tp2"], SPARSE)

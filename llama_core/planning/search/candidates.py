@@ -348,8 +348,10 @@ class Candidates:
             PlanError: if two steps are asked for where ranks do not divide experts over whole nodes.
         """
         moe = self.config.spec.moe
-        inner = variant.shape.tp * variant.shape.cp
-        in_node, rest = divmod(self.degrees.node_size, inner)
+        shape = variant.shape
+        in_node, rest = divmod(self.degrees.node_size, shape.tp * shape.cp)
+        if self.asked.expert_tp == 1:
+            in_node *= shape.tp
         spans_nodes = moe is not None and in_node > 0 and not rest and variant.ep > in_node and not variant.ep % in_node
         asked = self.asked.ep_dispatch
         if asked == "two_step" and not spans_nodes:
@@ -377,6 +379,7 @@ class Candidates:
             cp=shape.cp,
             ep=variant.ep,
             ep_nodes=self.nodes_of_experts(variant),
+            expert_tp=asked.expert_tp,
             dp_shard=shape.dp // variant.sharding.dp_replicate,
             dp_replicate=variant.sharding.dp_replicate,
             sequence_parallel=asked.sequence_parallel,

@@ -109,7 +109,7 @@ class Degrees:
     def _tp_refusal(self, size: int) -> str | None:
         if self.node_size % size:
             return f"crosses nodes of {self.node_size}"
-        divided = dict(self.config.spec.divided_by_tp)
+        divided = self.config.spec.divided_by_tp(whole_experts=self.asked.expert_tp == 1)
         if self.asked.sequence_parallel:
             divided["tokens of a sequence"] = self.config.seq_len
         for what, count in divided.items():
