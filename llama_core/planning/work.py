@@ -161,6 +161,7 @@ class Work:
             cp=plan.cp,
             ep=plan.ep,
             ep_nodes=plan.ep_nodes,
+            folds_experts=plan.folds_experts,
             sharded_sequence=plan.sharded_sequence,
             uses_fully_shard=plan.uses_fully_shard,
             keeps_cast_weights=plan.keeps_cast_weights,

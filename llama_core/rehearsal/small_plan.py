@@ -45,10 +45,13 @@ def _cut(plan: ParallelPlan, axis: str, size: int) -> ParallelPlan:
     if axis == "pp":  # the stages change; an interleaved pipeline needs as many microbatches for each of its ranks
         num_microbatches = min(plan.num_microbatches, 2 * size)
         cut |= {"recomputed_layers": None, "num_microbatches": num_microbatches + -num_microbatches % size}
+    ep = plan.ep_over_dp
     if axis.startswith("dp"):
         sizes = {"dp_shard": plan.dp_shard, "dp_replicate": plan.dp_replicate} | cut
-        cut["ep"] = max(ep for ep in divisors(plan.ep) if _divides_experts(ep, **sizes))
-        cut["ep_nodes"] = math.gcd(plan.ep_nodes, cut["ep"])
+        ep = max(ep for ep in divisors(plan.ep_over_dp) if _divides_experts(ep, **sizes))
+    if plan.folds_experts:
+        ep *= cut.get("tp", plan.tp)
+    cut |= {"ep": ep, "ep_nodes": math.gcd(plan.ep_nodes, ep), "expert_tp": 1 if plan.folds_experts else None}
     return replace(plan, **cut)
 
 

@@ -41,6 +41,8 @@ PLANS = {
 PLANS_OF_EXPERTS = {
     "fewer_shards": ParallelPlan(dp_shard=4, ep=2, zero_stage=3),
     "one_shard": ParallelPlan(dp_shard=2, ep=2, zero_stage=2),
+    "whole_experts": ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=4, zero_stage=3),
+    "shards_of_the_same_ranks": ParallelPlan(tp=2, expert_tp=1, ep=2, dp_shard=2, zero_stage=1),
     "fewer_copies": ParallelPlan(dp_shard=2, dp_replicate=2, ep=2, zero_stage=1),
 }
 CASES = [(spec, plan) for spec in SPECS for plan in PLANS]

@@ -134,6 +134,9 @@ def test_only_adapters_are_reduced(plan):
         nightly(ParallelPlan(cp=2, dp_shard=2, ep=2, zero_stage=3, num_microbatches=2)),
         nightly(ParallelPlan(pp=2, schedule="chimera", dp_shard=2, ep=2, zero_stage=1, num_microbatches=4)),
         nightly(ParallelPlan(tp=2, dp_shard=2, zero_stage=2, num_microbatches=2)),
+        ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=2, zero_stage=3, num_microbatches=2),
+        nightly(ParallelPlan(tp=2, expert_tp=1, ep=2, recompute="selective", num_microbatches=2)),
+        nightly(ParallelPlan(tp=2, expert_tp=1, ep=2, dp_shard=2, zero_stage=1, num_microbatches=2)),
     ],
     ids=lambda plan: plan.summary(),
 )

@@ -85,6 +85,15 @@ def test_a_shrunk_plan_has_no_more_ranks_than_allowed_and_keeps_every_axis(max_r
     assert (small.zero_stage, small.schedule, small.recompute) == (3, "1f1b", "full")
 
 
+@pytest.mark.parametrize("max_ranks", [8, 16, 32])
+def test_whole_experts_stay_whole_in_a_shrunk_plan(max_ranks):
+    plan = ParallelPlan(tp=8, expert_tp=1, ep=64, ep_nodes=8, dp_shard=16, dp_replicate=2, zero_stage=3)
+    small = shrunk(plan, max_ranks)
+    assert small.world_size <= max_ranks
+    assert small.folds_experts
+    assert small.ep == small.tp * min(plan.ep_over_dp, small.dp)
+
+
 def test_a_plan_with_too_many_kinds_of_ranks_is_refused():
     with pytest.raises(PlanError, match="needs 8 processes, more than 4"):
         shrunk(LARGE, 4)

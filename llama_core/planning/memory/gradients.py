@@ -204,17 +204,19 @@ class StageGradients:
         of_experts = int(FP32_BYTES * self.weights.shard(experts, experts))
         of_others = int(FP32_BYTES * self.weights.shard(unit - experts, 0))
         # a shard that is added to an earlier one is freed
-        kept = 0 if accumulated else of_experts
-        outliving = self.itemsize * largest if self.weights.num_expert_shards > 1 else 0
+        kept = 0 if accumulated and not kept_whole else of_experts
+        outliving = (FP32_BYTES if kept_whole else self.itemsize) * largest if self.weights.num_expert_shards > 1 else 0
+        # those of experts have been freed when the others are reduced
+        freed = FP32_BYTES * experts if kept_whole else 0
         buffers = FP32_BYTES * experts, FP32_BYTES * unit
         copies = 0, 0
         if self.copies_buffers:
             copies = buffers[0] if self.weights.num_expert_shards > 1 else 0, buffers[1] - buffers[0]
         instants = (
             Reduction(made, buffers[0] + others),
-            Reduction(made_of_others + of_experts + outliving, buffers[0] + copies[0] + others),
-            Reduction(made_of_others + kept, buffers[1]),
-            Reduction(kept + of_others, buffers[1] + copies[1]),
+            Reduction(made_of_others + of_experts + outliving - freed, buffers[0] + copies[0] + others),
+            Reduction(made_of_others + kept - freed, buffers[1]),
+            Reduction(kept + of_others - freed, buffers[1] + copies[1]),
         )
         return max(instants, key=sum)
 

@@ -79,7 +79,7 @@ class StageWeights:
         """Ranks that share a frozen parameter."""
         self.num_expert_shards = plan.num_expert_shards
         """Those that share one of experts."""
-        travel_apart = self.is_sharded and plan.fewer_expert_shards > 1
+        travel_apart = self.is_sharded and plan.ep > 1 and plan.num_shards > 1
         self.experts = tuple(layer.program.num_of_experts if travel_apart else 0 for layer in stage.layers)
         """Parameters of experts in each layer, if ``fully_shard`` gathers and reduces them apart from others."""
         self._num_again = (plan.fewer_expert_shards - 1) * sum(self.experts)

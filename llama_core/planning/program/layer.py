@@ -60,11 +60,11 @@ class Layer(AttentionProgram):
         """Append the norm after a part of the block, if it has one."""
         return self.norm(x, is_trained=name in self.traits.trained) if self.spec.norms_after else x
 
-    def feed_forward(self, x: int) -> int:
-        """Append a gated feed-forward: ``down(activation(gate x) * up x)``."""
+    def feed_forward(self, x: int, prefix: str = "") -> int:
+        """Append a gated feed-forward: ``down(activation(gate x) * up x)``; a prefix tells which one's matrices."""
         whole = self.gather(x)
-        hidden = self.to_hidden(whole)
-        out = self.scatter(self.linear(hidden, "down_proj"))
+        hidden = self.to_hidden(whole, prefix)
+        out = self.scatter(self.linear(hidden, f"{prefix}down_proj"))
         self.end(x, whole, hidden)
         return out
 
@@ -76,6 +76,8 @@ class Layer(AttentionProgram):
 
     def mixture(self, x: int, moe: MoE) -> int:
         """Append experts, and the one that all tokens share, if there is one."""
+        if self.setting.folds_experts:
+            return self.mixture_of_whole_experts(x, moe)
         whole = self.gather(x)
         out = self.routed(whole, moe)
         if moe.shared_size:
@@ -87,11 +89,20 @@ class Layer(AttentionProgram):
         self.end(x, whole)
         return out
 
+    def mixture_of_whole_experts(self, x: int, moe: MoE) -> int:
+        """Append experts of which tensor-parallel ranks have other ones; the one that all tokens share is divided."""
+        out = self.routed(x, moe)
+        if moe.shared_size:
+            out = self.add(out, self.feed_forward(x, _SHARED))
+        self.end(x)
+        return out
+
     def routed(self, whole: int, moe: MoE) -> int:
-        """Append a router, which sends copies of every token through some of the experts, and sums their results."""
+        """Append a router, which sends copies of tokens through some of the experts, and sums their results."""
         hidden = self.spec.hidden_size
-        copies = self.tokens * moe.experts_per_token
-        # every tensor-parallel rank routes all tokens, and gets a part of the router's gradient
+        num_tokens = self.sizes[whole].elements // hidden
+        copies = num_tokens * moe.experts_per_token
+        # every tensor-parallel rank gets a part of the router's gradient, since it routes all tokens or some
         size = Size(hidden * moe.num_experts, self.weight_itemsize)
         router = self.weight(size, is_trained=True, is_partial=self.setting.tp > 1)
         wide = self.cast(whole, FP32_BYTES)
@@ -103,7 +114,7 @@ class Layer(AttentionProgram):
         if moe.balance_bias:
             self.undivided_bytes += FP32_BYTES * moe.num_experts
         chosen, gates = self.choose_experts(logits, copies, moe)
-        sums = self.result("log_sum_exp", [logits], Size(self.tokens, FP32_BYTES))
+        sums = self.result("log_sum_exp", [logits], Size(num_tokens, FP32_BYTES))
         log_probabilities = self.log_probabilities(logits, sums, moe)
         probabilities = self.result("exp", [log_probabilities], self.sizes[logits])
         # the auxiliary losses join the gates here; their result is a view of the gates
@@ -189,11 +200,12 @@ class Layer(AttentionProgram):
         """Send tokens through experts on other nodes, once to each node and once to each rank."""
         setting = self.setting
         per_token = moe.experts_per_token
-        rows = rows_of_hops(moe, self.tokens, num_nodes=setting.ep_nodes, num_ranks=setting.ep)
-        tokens, chosen = whole, self.result("decide", [chosen], Size(self.tokens * per_token, INT32_BYTES))
+        own_tokens = self.sizes[whole].elements // self.spec.hidden_size
+        rows = rows_of_hops(moe, own_tokens, num_nodes=setting.ep_nodes, num_ranks=setting.ep)
+        tokens, chosen = whole, self.result("decide", [chosen], Size(own_tokens * per_token, INT32_BYTES))
         ways: list[tuple[Axis, int, int, int, int]] = []
         hops: tuple[tuple[Axis, int, int, int], ...] = (
-            ("ep_nodes", setting.ep_nodes, self.tokens, rows.to_nodes),
+            ("ep_nodes", setting.ep_nodes, own_tokens, rows.to_nodes),
             ("ep_in_node", setting.ep // setting.ep_nodes, rows.to_nodes, rows.to_ranks),
         )
         for axis, places, num_tokens, num_rows in hops:
@@ -257,7 +269,7 @@ class Layer(AttentionProgram):
 
     def expert_linear(self, x: int, name: str, moe: MoE) -> int:
         """Multiply every row by the matrix of its expert."""
-        inner = self.spec.expert_size // self.setting.tp
+        inner = self.spec.expert_size // self.setting.tp_of_experts
         num_experts = moe.num_experts // self.setting.ep
         weight = self.matrix(name, num_experts * self.spec.hidden_size * inner)
         self.of_experts.add(weight)
@@ -271,7 +283,7 @@ class Layer(AttentionProgram):
 
     def add_expert_biases(self, x: int, product: int, outputs: int, name: str, num_experts: int) -> int:
         """Add the bias of its expert to every row of the product of ``x``; ranks share one that is added to a sum."""
-        is_shared = name == "down_proj" and self.setting.tp > 1
+        is_shared = name == "down_proj" and self.setting.tp_of_experts > 1
         bias = self.vector(num_experts * outputs, is_trained=True, is_partial=is_shared)
         self.of_experts.add(bias)
         if is_shared:

@@ -28,6 +28,8 @@ class Setting(NamedTuple):
     cp: int = 1
     ep: int = 1
     ep_nodes: int = 1
+    folds_experts: bool = False
+    """Whether tensor-parallel ranks have whole experts, and route the tokens of their part of the sequence."""
     sharded_sequence: bool = False
     """Whether tensor-parallel ranks divide the residual stream along the sequence."""
     uses_fully_shard: bool = False
@@ -54,6 +56,11 @@ class Setting(NamedTuple):
     def widens_norms(self) -> bool:
         """Whether a norm writes its input and its result in more bits than activations have."""
         return self.is_mixed_precision and not self.fuses_norms
+
+    @property
+    def tp_of_experts(self) -> int:
+        """Tensor-parallel ranks that divide every expert."""
+        return 1 if self.folds_experts else self.tp
 
     @property
     def tokens(self) -> int:

@@ -82,12 +82,15 @@ class Links:
     def _extent(self, axis: Axis | Other) -> tuple[int, int]:
         """Return the distance in ranks between neighbours on an axis, and the number of its ranks."""
         plan = self.plan
+        ep_stride = plan.tp_of_experts * plan.cp
+        if plan.folds_experts and plan.ep_over_dp == 1:
+            ep_stride = 1  # tensor-parallel ranks alone; with more of them, the distance is a mean
         return {
             "tp": (1, plan.tp),
             "cp": (plan.tp, plan.cp),
-            "ep": (plan.tp * plan.cp, plan.ep),
-            "ep_in_node": (plan.tp * plan.cp, plan.ep // plan.ep_nodes),
-            "ep_nodes": (plan.tp * plan.cp * (plan.ep // plan.ep_nodes), plan.ep_nodes),
+            "ep": (ep_stride, plan.ep),
+            "ep_in_node": (ep_stride, plan.ep // plan.ep_nodes),
+            "ep_nodes": (plan.tp_of_experts * plan.cp * (plan.ep // plan.ep_nodes), plan.ep_nodes),
             "shard": (plan.tp, plan.num_shards),
             "replicate": (plan.tp * plan.num_shards, plan.num_copies),
             "pp": (plan.world_size // plan.pp, plan.pp),
