@@ -29,6 +29,7 @@ HEAVY = (
     "llama_core.launch.rank.checks",
     "llama_core.launch.rank.building",
     "llama_core.launch.rank.loader",
+    "llama_core.launch.rank.machines",
 )
 """The modules that compute, and those a rank imports to compute: with torch."""
 LIGHT = (

@@ -259,6 +259,19 @@ def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: 
         yield _wrong("launch.min_nodes", launch.min_nodes, text, "launch.nodes", "parallel.zero_backend")
 
 
+def without_exclusion(launch: LaunchConfig) -> Iterator[Problem]:
+    """Yield why the job cannot start again without the nodes that fall behind."""
+    if launch.preflight != "exclude":
+        return
+    kind = launch.kind
+    if not kind.can_exclude:
+        text = f": {kind.title} cannot keep a job off some nodes; use warn"
+        yield _wrong("launch.preflight", "exclude", text, "launch.launcher")
+    elif launch.request.max_starts == 1:
+        text = f" starts the job again, which {kind.prefix}requeue or {kind.prefix}max_attempts forbids; use warn"
+        yield _wrong("launch.preflight", "exclude", text, f"{kind.prefix}requeue", f"{kind.prefix}max_attempts")
+
+
 def without_fp8(training: TrainingConfig, launch: LaunchConfig) -> Iterator[Problem]:
     """Yield a problem if fp8 is asked for on a device that has none."""
     if training.precision != "fp8":

@@ -32,6 +32,11 @@ class JobRequest(Section):
         """GPUs that it asks for on each node; None if they follow from the number of ranks."""
         return None
 
+    @property
+    def max_starts(self) -> int:
+        """How often its job may start under one id."""
+        return 1
+
     def cores_of_a_rank(self, device: str) -> int:
         """Return the cores of a rank on ``device``."""
         return CORES_OF_A_CUDA_RANK if device == "cuda" else CORES_OF_A_CPU_RANK

@@ -34,6 +34,7 @@ from llama_core.config.contradictions import (
     unknown_best,
     untimed_length,
     without_deepspeed,
+    without_exclusion,
     without_fp8,
     without_ramp,
     wrong_elasticity,
@@ -213,6 +214,7 @@ class RunConfig(Section):
         yield from uneven_nodes(self.parallel, self.launch)
         yield from wrong_request(self.launch, self.parallel, self.num_nodes)
         yield from wrong_elasticity(self.launch, self.parallel, self.num_nodes)
+        yield from without_exclusion(self.launch)
         yield from without_fp8(self.training, self.launch)
         yield from endless_warmup(self.training)
         yield from untimed_length(self.training)

@@ -69,7 +69,7 @@ Parametrization = Literal["standard", "completep"]
 TokenDtype = Literal["uint16", "uint32"]
 Moments = Literal["fp32", "bf16"]
 Offload = Literal["none", "optimizer", "parameters"]
-PreflightMode = Literal["off", "warn"]
+PreflightMode = Literal["off", "warn", "exclude"]
 Precision = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
 RecomputeMode = Literal["none", "selective", "full"]
 ZeroBackend = Literal["native", "deepspeed"]
@@ -584,7 +584,8 @@ class LaunchConfig(Section):
     """Seconds to finish a step and save a checkpoint when the run reaches its time limit or is cancelled."""
     preflight: PreflightMode = "warn"
     """Before the first step of each attempt, measure every rank's device, memory, links and disk for a moment: warn
-    names those slower than their peers; off measures nothing."""
+    names those slower than their peers; exclude also lets the job start again without their nodes; off measures
+    nothing."""
     node_mtbf_hours: float = Field(6300.0, gt=0)
     """Mean hours between failures of one node, for training.checkpoint_every=auto; default: that of the 2,048 nodes
     that trained Llama 3 405B, with 419 unexpected interruptions in 54 days (arXiv:2407.21783, section 3.3.4)."""

@@ -174,6 +174,11 @@ class SlurmConfig(JobRequest):
         """GPUs that ``options.gres`` asks for on each node; None if it gives no number."""
         return self.gres_gpus.count if self.gres_gpus else None
 
+    @property
+    def max_starts(self) -> int:
+        """How often its job may start under one id."""
+        return self.max_attempts if self.requeue else 1
+
     def cores_of_a_rank(self, device: str) -> int:
         """Return the cores of a rank on ``device``; on CUDA, if none were asked for, a job may get others."""
         return self.cpus_per_rank or super().cores_of_a_rank(device)

@@ -3,9 +3,10 @@
 import math
 import os
 import re
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from llama_core.launch.scheduler import JobStatus
@@ -123,6 +124,26 @@ def queued_job(user: int, name: str, comment: str) -> str | None:
 def requeue(job_id: str) -> bool:
     """Queue a running job again, under the same id; return whether Slurm agreed."""
     answer = _slurm("scontrol", "requeue", job_id)
+    return answer is not None and answer.returncode == 0
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> bool:
+    """Keep a job that was queued again off some nodes, and off those that it has excluded before.
+
+    Slurm changes this only of jobs that wait, and one that was queued again waits at once, though its processes still
+    end. Slurm ends them by SIGTERM, which this question to Slurm must outlive.
+
+    Returns:
+        Whether Slurm agreed.
+    """
+    shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    before = re.search(r"(?<!\S)ExcNodeList=(?!\(null\))(\S+)", shown.stdout) if shown else None
+    excluded = ",".join([*([before[1]] if before else []), *nodes])
+    was_blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child inherits it
+    try:
+        answer = _slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, was_blocked)
     return answer is not None and answer.returncode == 0
 
 

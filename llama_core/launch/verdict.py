@@ -17,6 +17,9 @@ LOST_PEERS_EXIT = 75
 STOPPED_EXIT = 76
 """Exit code of a rank that was asked to stop and did so after a step that all ranks agreed on, with a checkpoint."""
 
+OTHER_NODES_EXIT = 77
+"""Exit code of a rank whose job is to start again without the nodes that fell behind before the first step."""
+
 _MORE_MEMORY = [f"on {row.title} also more {row.more_memory}" for row in LAUNCHERS.built_in() if row.more_memory]
 LESS_MEMORY = (
     f"use a smaller parallel.microbatch_size or parallel.recompute=full ({'; '.join(_MORE_MEMORY)}), then --resume"

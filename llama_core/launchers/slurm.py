@@ -10,6 +10,7 @@ SLURM = LauncherType(
     title="Slurm",
     has_queue=True,
     can_requeue=True,
+    can_exclude=True,
     takes_fewer_nodes=True,
     runs_tasks=True,
     announces_end_with=Signals.SIGUSR2,

@@ -29,6 +29,8 @@ class LauncherType:
     """Whether several jobs may be submitted at once, because they wait until they get what they ask for."""
     can_requeue: bool = False
     """Whether a job can be started again under its own id, after it has lost a node or its time was over."""
+    can_exclude: bool = False
+    """Whether a job that starts again can be kept off some nodes."""
     takes_fewer_nodes: bool = False
     """Whether a job may start with fewer nodes than it asks for (``launch.min_nodes``)."""
     runs_tasks: bool = False

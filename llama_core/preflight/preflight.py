@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from llama_core.parallel.ranks import is_first_rank, on_first_rank
+from llama_core.parallel.ranks import on_first_rank
 from llama_core.preflight.checks import AMOUNTS, CLOCK_SECONDS, Check
 from llama_core.preflight.measure import measure_rank
 from llama_core.preflight.outliers import outliers
@@ -23,29 +23,44 @@ MAX_LINES = 8
 logger = logging.getLogger(__name__)
 
 
-def check_machines(run: RunDirectory, device: torch.device, hosts: Sequence[str]) -> None:
-    """Measure every rank, name in the log those that are slow or have a fault, and record it; all ranks call it.
+def measured_machines(run: RunDirectory, device: torch.device, hosts: Sequence[str]) -> PreflightRecord:
+    """Measure every rank, and find those that are slow or have a fault; all ranks call it together.
 
     Args:
         run: the run.
         device: where this rank computes.
         hosts: the node of every rank, in order, as its scheduler names it.
+
+    Returns:
+        The record of all ranks on the first one; on the others an empty one.
     """
     started_at = now()
     began = time.perf_counter()
     ranks = on_first_rank(measure_rank(run.logs, device, hosts))
-    if not is_first_rank():
-        return
-    named = list(fallen_behind(ranks, AMOUNTS[device.type].checks))
-    record = PreflightRecord(
+    return PreflightRecord(
         started_at=started_at,
         seconds=time.perf_counter() - began,
         ranks=tuple(ranks),
-        named=tuple(named),
+        named=tuple(fallen_behind(ranks, AMOUNTS[device.type].checks)),
         unmeasured=tuple(_unmeasured(ranks)),
         usual={name: median(of_ranks.values()) for name, of_ranks in _by_check(ranks).items()},
     )
-    _tell(record)
+
+
+def tell(run: RunDirectory, record: PreflightRecord) -> None:
+    """Name in the log the ranks that are slow or have a fault, and record the check."""
+    for sentence in (*map(str, record.named[:MAX_LINES]), *record.unmeasured):
+        logger.warning("preflight: %s", sentence)
+    if len(record.named) > MAX_LINES:
+        more = counted(len(record.named) - MAX_LINES, "other rank")
+        logger.warning("preflight: %s fell behind, as %s tells", more, run.preflights)
+    if record.excluded:
+        logger.warning("preflight: the job starts again without %s", ", ".join(record.excluded))
+    elif record.kept:
+        logger.warning("preflight: the job keeps its nodes (launch.preflight=exclude): %s", record.kept)
+    if not record.named:
+        checked = counted(len(record.ranks), "rank")
+        logger.info("preflight: %s checked in %.2f s, none behind its peers", checked, record.seconds)
     try:
         append_preflight(run, record)
     except OSError as error:
@@ -105,14 +120,3 @@ def _unmeasured(ranks: Sequence[RankMeasurements]) -> Iterator[str]:
         first = of_reason[0]
         more = f" and {counted(len(of_reason) - 1, 'other rank')}" if len(of_reason) > 1 else ""
         yield f"rank {first.rank} on {first.host}{more} could not measure {reason}"
-
-
-def _tell(record: PreflightRecord) -> None:
-    for sentence in (*map(str, record.named[:MAX_LINES]), *record.unmeasured):
-        logger.warning("preflight: %s", sentence)
-    if len(record.named) > MAX_LINES:
-        logger.warning("preflight: %s more are in the run's record", counted(len(record.named) - MAX_LINES, "rank"))
-    if not record.named:
-        logger.info(
-            "preflight: %s checked in %.2f s, none behind its peers", counted(len(record.ranks), "rank"), record.seconds
-        )

@@ -58,6 +58,14 @@ class PreflightRecord:
     """What was not measured, a sentence for each reason, with the ranks."""
     usual: Mapping[str, float] = field(default_factory=dict)
     """The median of all ranks' best times, by the name of a ``Check``."""
+    excluded: tuple[str, ...] = ()
+    """The nodes without which the job starts again, instead of training."""
+    job_id: str = ""
+    """The job that excludes them; empty if none does."""
+    submitted_at: str = ""
+    """When it was submitted."""
+    kept: str = ""
+    """Why the job keeps nodes that it was to exclude; empty if it was to exclude none, or excludes them."""
 
 
 def append_preflight(run: RunDirectory, record: PreflightRecord) -> None:

@@ -233,5 +233,6 @@ def test_a_launcher_does_what_its_facts_say(depot, name):
     assert facts.announces_end_with in {None, *HELD_SIGNALS}
     own = type(launcher.surroundings)
     assert facts.can_requeue == (own.queue_again is not Surroundings.queue_again)
+    assert facts.can_exclude == (own.exclude is not Surroundings.exclude)
     assert facts.takes_fewer_nodes == (own.job_start is not Surroundings.job_start)
     assert bool(facts.allocates) == (own.step is not Surroundings.step)

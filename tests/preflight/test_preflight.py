@@ -15,7 +15,7 @@ from llama_core.preflight import measure, preflight
 from llama_core.preflight.checks import AMOUNTS, COPY, EXCHANGE_ACROSS, PRODUCT, WRITE
 from llama_core.preflight.gpu_health import HealthReader
 from llama_core.preflight.measure import partners_across, partners_inside
-from llama_core.preflight.preflight import check_machines, fallen_behind
+from llama_core.preflight.preflight import fallen_behind, measured_machines, tell
 from llama_core.records.directory import RunDirectory
 from llama_core.records.preflight import RankMeasurements, read_preflights
 
@@ -40,12 +40,19 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+def check(run, hosts):
+    """Measure this rank with the others, and let the first one tell and record it."""
+    record = measured_machines(run, CPU, hosts)
+    if measure.own_rank() == 0:
+        tell(run, record)
+
+
 def checked(run, hosts, disturb=contextlib.nullcontext):
     """Check the machines on this rank while it is disturbed; return the warnings."""
     heard = Lines()
     preflight.logger.addHandler(heard)
     with disturb():
-        check_machines(run, CPU, hosts)
+        check(run, hosts)
     preflight.logger.removeHandler(heard)
     return heard.lines
 
@@ -108,7 +115,7 @@ def test_a_host_whose_clock_is_off_is_named(run):
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_stops_nothing(run, caplog):
     (run.logs).rmdir()
-    check_machines(run, CPU, ["n0"])
+    check(run, ["n0"])
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"preflight: rank 0 on n0 could not measure a write to {run.logs}: No such file or directory",
         f"preflight: not recorded in {run.preflights}: No such file or directory",
@@ -119,7 +126,7 @@ def test_a_check_leaves_no_file_and_no_random_number_behind(run):
     torch.manual_seed(3)
     before = torch.get_rng_state()
     random_before = random.getstate()
-    check_machines(run, CPU, ["n0"])
+    check(run, ["n0"])
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == random_before
     assert [path.name for path in run.logs.iterdir()] == [run.preflights.name]
@@ -127,7 +134,7 @@ def test_a_check_leaves_no_file_and_no_random_number_behind(run):
 
 def test_each_attempt_adds_its_own_record(run):
     for _ in range(2):
-        check_machines(run, CPU, ["n0"])
+        check(run, ["n0"])
     assert len(read_preflights(run)) == 2
 
 

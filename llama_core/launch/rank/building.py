@@ -22,6 +22,7 @@ from llama_core.launch.rank.checks import (
     limit_own_memory,
 )
 from llama_core.launch.rank.loader import loader_trainer, unpickled
+from llama_core.launch.rank.machines import check_machines
 from llama_core.models.batch import Batch
 from llama_core.parallel.ranks import (
     from_first_rank,
@@ -29,10 +30,8 @@ from llama_core.parallel.ranks import (
     joined_ranks,
     one_per_machine_first,
     own_rank,
-    this_device,
 )
 from llama_core.planning.plan import ParallelPlan
-from llama_core.preflight.preflight import check_machines
 from llama_core.records.activity import record_activity
 from llama_core.records.data_changes import read_data_changes, record_data_change
 from llama_core.records.directory import RunDirectory
@@ -91,7 +90,7 @@ def join_ranks(run: RunDirectory, config: RunConfig, plan: ParallelPlan, ranks: 
         )
     if config.launch.preflight != "off":
         _tell(run, "checking the machines")
-        check_machines(run, this_device(config.launch.device), [of_rank.host for of_rank in facts])
+        check_machines(run, config, [of_rank.host for of_rank in facts])
 
 
 class DataOfRank:

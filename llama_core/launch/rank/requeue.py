@@ -6,6 +6,7 @@ restarted.
 """
 
 import time
+from dataclasses import replace
 
 from llama_core.launch.attempts import (
     Attempt,
@@ -24,6 +25,7 @@ from llama_core.launchers.traits import LauncherType
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
+from llama_core.records.preflight import read_preflights
 
 SUPERSEDED_SECONDS = 1.5 * LOOK_SECONDS
 """How long ranks that a scheduler has lost may go on after another attempt has begun: see ``watchdogs.Successor``."""
@@ -110,6 +112,39 @@ def start_again(
     if not surroundings.queue_again(job):
         record_surrender(run, job, attempt, verdict, f"{launcher.title} did not queue the job again")
         return False
+    return True
+
+
+def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surroundings: Surroundings) -> bool:
+    """Queue a job again without the nodes that its newest ``PreflightRecord`` excludes; return whether it starts again.
+
+    Args:
+        run: the run the job works on.
+        job: the job.
+        restart: number of earlier starts of the job.
+        surroundings: what the ranks of the job find around them.
+    """
+    launcher = LAUNCHERS.named(job.launcher)
+    attempt = current_attempt(run, job)
+    checks = read_preflights(run)
+    if attempt is None or attempt.restart != restart or is_cancellation_requested(run, job) or not checks:
+        return False
+    nodes = checks[-1].excluded
+    fell_behind = "; ".join(str(named) for named in checks[-1].named if named.host in nodes)
+    verdict = Verdict("node-failure", f"before the first step, {fell_behind}", RESUME)
+    if lacks := surroundings.lacks():
+        record_surrender(run, job, attempt, verdict, lacks)
+        return False
+    status = _answer(job, surroundings)
+    if status is not None and not surroundings.is_running(status):  # somebody has cancelled it, or queued it again
+        return False
+    record_requeue(run, job, attempt, verdict)
+    if not surroundings.queue_again(job):
+        record_surrender(run, job, attempt, verdict, f"{launcher.title} did not queue the job again")
+        return False
+    if not surroundings.exclude(job, nodes):
+        why = f"{launcher.title} queued the job again, but did not exclude {', '.join(nodes)}"
+        record_requeue(run, job, attempt, replace(verdict, reason=f"{verdict.reason}; {why}"))
     return True
 
 

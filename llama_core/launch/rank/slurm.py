@@ -14,7 +14,7 @@ from llama_core.launch.rank.surroundings import (
     rendezvous_port,
 )
 from llama_core.launch.scheduler import JobStatus
-from llama_core.launch.slurm import earlier_states, failed_nodes, job_status, requeue
+from llama_core.launch.slurm import earlier_states, exclude, failed_nodes, job_status, requeue
 from llama_core.launch.verdict import LESS_MEMORY, RESUME, Verdict
 from llama_core.records.job import JobRecord
 
@@ -88,6 +88,10 @@ class SlurmSurroundings(Surroundings):
     def queue_again(self, job: JobRecord) -> bool:
         """Queue the job again, under the same id; return whether Slurm agreed."""
         return requeue(job.job_id)
+
+    def exclude(self, job: JobRecord, nodes: Sequence[str]) -> bool:
+        """Keep a job that was queued again off some nodes; return whether Slurm agreed."""
+        return exclude(job.job_id, nodes)
 
     def started_ranks(self) -> int:
         """Return how many ranks srun has started, this one included; 1 if it has not."""

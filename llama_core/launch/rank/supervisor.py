@@ -32,11 +32,11 @@ from llama_core.launch.attempts import (
     own_host,
 )
 from llama_core.launch.rank.children import companion, die_with_parent
-from llama_core.launch.rank.requeue import begin_attempt, start_again
+from llama_core.launch.rank.requeue import begin_attempt, start_again, start_elsewhere
 from llama_core.launch.rank.start import HELD_SIGNALS
 from llama_core.launch.rank.surroundings import RankPlace, Surroundings
 from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Watcher
-from llama_core.launch.verdict import STOPPED_EXIT
+from llama_core.launch.verdict import OTHER_NODES_EXIT, STOPPED_EXIT
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.detect import available_cores
 from llama_core.machine.toolchain import COMPILE_WORKERS
@@ -118,6 +118,8 @@ class Supervisor:
         rank_exit = rank.run(environment)
         if rank_exit.failed and rank.was_told_to_stop(rank_exit) and self._goes_on(rank):
             return
+        if rank_exit.exit_code == OTHER_NODES_EXIT and self._goes_elsewhere(rank):
+            return
         if rank_exit.failed:
             sys.exit(rank_exit.exit_code or 1)
 
@@ -145,6 +147,17 @@ class Supervisor:
             rank.place.restart,
             announced=launcher.announces_end_with in rank.received,
             max_attempts=self.max_attempts,
+            surroundings=self.surroundings,
+        )
+
+    def _goes_elsewhere(self, rank: "_Rank") -> bool:
+        """Return whether the job starts again on other nodes; as with ``_goes_on``, the first rank sees to that."""
+        if rank.place.rank > 0:
+            return not is_cancellation_requested(rank.run_directory, rank.job)
+        return start_elsewhere(
+            rank.run_directory,
+            rank.job,
+            rank.place.restart,
             surroundings=self.surroundings,
         )
 

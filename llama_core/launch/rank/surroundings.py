@@ -91,6 +91,10 @@ class Surroundings(ABC):
         """Queue the job again, under the same id; return whether its scheduler agreed."""
         return False
 
+    def exclude(self, job: JobRecord, nodes: Sequence[str]) -> bool:
+        """Keep a job that was queued again off some nodes; return whether its scheduler agreed."""
+        return False
+
     def started_ranks(self) -> int:
         """Return how many ranks a step of the job around this process has started, this one included; 1 if none has.
 

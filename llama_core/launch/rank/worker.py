@@ -36,6 +36,7 @@ from llama_core.launch.verdict import (
     LESS_MEMORY,
     LOST_PEERS_EXIT,
     MORE_DISK,
+    OTHER_NODES_EXIT,
     RESUME,
     STOPPED_EXIT,
     Evidence,
@@ -56,6 +57,7 @@ with importing_torch():
     import torch.distributed as dist
 
     from llama_core.launch.rank.building import build_trainer
+    from llama_core.launch.rank.machines import OtherNodesError
     from llama_core.parallel.ranks import (
         has_lost_the_others,
         is_first_rank,
@@ -76,7 +78,8 @@ Build = Callable[[Callable[[], bool]], Trainer]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank and return the process's exit code.
 
-    0 finished, 1 failed, 2 wrong request, 75 other ranks gone, 76 stopped when asked to, with a checkpoint.
+    0 finished, 1 failed, 2 wrong request, 75 other ranks gone, 76 stopped when asked to, with a checkpoint, 77 the job
+    is to start again on other nodes.
     """
     parser = argparse.ArgumentParser(prog="python -m llama_core.launch.rank.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
@@ -96,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except LostPeersError as error:
             logger.error("%s", error)
             code = LOST_PEERS_EXIT
+        except OtherNodesError as error:
+            logger.info("the attempt ended: %s", error)
+            code = OTHER_NODES_EXIT
         else:
             code = {"finished": 0, "bad-config": 2, "cancelled": STOPPED_EXIT}.get(outcome.status, 1)
             if arguments is None:  # the process is this rank's own
@@ -131,6 +137,7 @@ def run_to_end(
 
     Raises:
         LostPeersError: if it ended because other ranks are gone; nothing is recorded.
+        OtherNodesError: if the job is to start again on other nodes; the same.
         KeyboardInterrupt: at a second SIGINT; nothing is recorded.
     """
     if os.environ.get("RANK", "0") == "0":
@@ -148,6 +155,8 @@ def run_to_end(
                 record = trainer.benchmark(device_label(trainer.device.type))
                 if is_first_rank():
                     write_json(run.benchmark, record)
+    except OtherNodesError:
+        raise
     except Exception as error:
         proof = _evidence(run, error)
         status, next_action = _classify(run, error, proof)
