@@ -33,6 +33,8 @@ HEAVY = (
 )
 """The modules that compute, and those a rank imports to compute: with torch."""
 LIGHT = (
+    "llama_core.preflight.checks",
+    "llama_core.preflight.outliers",
     "llama_core.evaluation.harness.task_folder",
     "llama_core.training.rates",
     "llama_core.rehearsal.call_order",

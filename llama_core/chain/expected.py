@@ -19,10 +19,11 @@ from llama_core.planning.time.step_time import (
     hardware_flops_per_token,
     step_by_kind,
 )
+from llama_core.preflight.checks import AMOUNTS, BEYOND_PROFILE, BEYOND_SHEET
 from llama_core.records.checkpoints import newest_step
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import intact, read_json, read_typed, write_json
-from llama_core.records.measurements import ExpectedStep
+from llama_core.records.measurements import ExpectedProduct, ExpectedStep
 from llama_core.runs.console import say
 from llama_core.runs.loading import load_config, load_plan
 from llama_core.units import TFLOP, counted, format_duration
@@ -193,9 +194,30 @@ def record_expected_step(run: RunDirectory) -> None:
     plan = load_plan(run)
     if config.launch.device == "cuda":
         with suppress(ConfigError):  # a GPU whose rates nobody knows
-            write_json(run.expected, step_on_gpu(config, plan))
+            write_json(run.expected, _with_product(step_on_gpu(config, plan), config, plan))
     elif _computes_here(config):
-        write_json(run.expected, step_here(config, plan, may_measure=True, tell=partial(say, "note")))
+        step = step_here(config, plan, may_measure=True, tell=partial(say, "note"))
+        write_json(run.expected, _with_product(step, config, plan))
+
+
+def _with_product(step: ExpectedStep, config: RunConfig, plan: ParallelPlan) -> ExpectedStep:
+    """Return a step with the product that the ranks time before the first one."""
+    known = device_for(config, plan)
+    if known.spec is None:
+        return step
+    on_cuda = config.launch.device == "cuda"
+    side = AMOUNTS[config.launch.device].product_side
+    rates = known.spec.rates(plan.world_size // config.num_nodes)
+    # no gradient of a product reads a transposed matrix but the one of its input
+    measured = rates.seconds(f"product {'bf16' if on_cuda else 'fp32'} input", (side, side, side)) if rates else None
+    if measured is not None:
+        limit = BEYOND_PROFILE[config.launch.device] * measured
+        return replace(step, product=ExpectedProduct(measured, limit, known.source))
+    if not on_cuda:
+        return step
+    seconds = 2 * side**3 / (known.spec.matmul_share * known.spec.bf16_flops)
+    told_by = f"data sheet of {known.spec.label}"
+    return replace(step, product=ExpectedProduct(seconds, BEYOND_SHEET * seconds, told_by))
 
 
 def slow_steps(

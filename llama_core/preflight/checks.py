@@ -68,3 +68,8 @@ AMOUNTS = {
 CLOCK_SECONDS = 1.0
 """By how much a host's clock may differ from the others. Hosts that synchronise their clocks differ by milliseconds; a
 busy rank may read its own a moment late."""
+
+BEYOND_PROFILE = {"cuda": 1.5, "cpu": 3.0}
+"""How many times as long as on the measured machine a product may take, by type of device."""
+BEYOND_SHEET = 2.5
+"""How many times as long as by a GPU's data sheet. A capped or consumer GPU may reach half of the sheet's rate."""

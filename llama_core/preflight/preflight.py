@@ -4,16 +4,19 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 
 import torch
 
+from llama_core.errors import RunDirectoryError
 from llama_core.parallel.ranks import on_first_rank
-from llama_core.preflight.checks import AMOUNTS, CLOCK_SECONDS, Check
+from llama_core.preflight.checks import AMOUNTS, CLOCK_SECONDS, PRODUCT, Check
 from llama_core.preflight.measure import measure_rank
 from llama_core.preflight.outliers import outliers
 from llama_core.records.directory import RunDirectory
-from llama_core.records.files import now
+from llama_core.records.files import now, read_typed
+from llama_core.records.measurements import ExpectedProduct, ExpectedStep
 from llama_core.records.preflight import NamedRank, PreflightRecord, RankMeasurements, append_preflight
 from llama_core.units import counted, format_duration
 
@@ -41,7 +44,7 @@ def measured_machines(run: RunDirectory, device: torch.device, hosts: Sequence[s
         started_at=started_at,
         seconds=time.perf_counter() - began,
         ranks=tuple(ranks),
-        named=tuple(fallen_behind(ranks, AMOUNTS[device.type].checks)),
+        named=tuple(fallen_behind(ranks, AMOUNTS[device.type].checks, _expected_product(run))),
         unmeasured=tuple(_unmeasured(ranks)),
         usual={name: median(of_ranks.values()) for name, of_ranks in _by_check(ranks).items()},
     )
@@ -67,12 +70,24 @@ def tell(run: RunDirectory, record: PreflightRecord) -> None:
         logger.warning("preflight: not recorded in %s: %s", run.preflights, error.strerror or error)
 
 
-def fallen_behind(ranks: Sequence[RankMeasurements], checks: Mapping[str, Check]) -> Iterator[NamedRank]:
-    """Yield the ranks that are slower than their peers by any check, or whose machine has a fault.
+def _expected_product(run: RunDirectory) -> ExpectedProduct | None:
+    """Return what a product should take; None if nobody knows, or the record is damaged, of which ``doctor`` tells."""
+    if not run.expected.exists():
+        return None
+    with suppress(RunDirectoryError):
+        return read_typed(run.expected, ExpectedStep).product
+    return None
+
+
+def fallen_behind(
+    ranks: Sequence[RankMeasurements], checks: Mapping[str, Check], product: ExpectedProduct | None = None
+) -> Iterator[NamedRank]:
+    """Yield the ranks that are slower than their peers by any check, or than expected, or whose machine has a fault.
 
     Args:
         ranks: what all ranks have measured.
         checks: the limits, by the name of a measurement.
+        product: what a product should take on each; None if nobody knows.
     """
     findings = defaultdict(list)
     slowing = set()
@@ -86,6 +101,11 @@ def fallen_behind(ranks: Sequence[RankMeasurements], checks: Mapping[str, Check]
             if check.slows_training:
                 slowing.add(rank)
     for one in ranks:
+        own = one.seconds.get(PRODUCT, 0.0)
+        if product is not None and own > product.limit_seconds and not findings[one.rank]:
+            expected = f"where {_told(product.seconds)} is expected ({product.told_by})"
+            findings[one.rank].append(f"{checks[PRODUCT].told} took {_told(own)}, {expected}")
+            slowing.add(one.rank)
         findings[one.rank] += one.faults
         if one.faults:
             slowing.add(one.rank)

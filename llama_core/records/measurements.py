@@ -112,6 +112,17 @@ _FIELDS_OF_STEPS = frozenset(one.name for one in fields(StepRecord))
 
 
 @dataclass(frozen=True)
+class ExpectedProduct:
+    """How long the product of matrices should take that ranks time before the first step."""
+
+    seconds: Seconds
+    limit_seconds: Seconds
+    """From when on a rank counts as slow."""
+    told_by: str
+    """Where the time is from: the profile of a machine, or a data sheet."""
+
+
+@dataclass(frozen=True)
 class ExpectedStep:
     """How long a step should take, told before the run."""
 
@@ -125,6 +136,8 @@ class ExpectedStep:
     """The seconds of its parts, by kind of work (``step_parts``); empty if only the whole is known."""
     rates: RatesOrigin = "matrix products"
     """Where the rates come from."""
+    product: ExpectedProduct | None = None
+    """What a rank's device should take by itself; None for a processor of which no product was measured."""
 
     @property
     def is_rough(self) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from llama_core.calibration.lookup import KnownDevice
 from llama_core.chain import expected
 from llama_core.chain.expected import (
     CPU_SHARE,
@@ -16,10 +17,12 @@ from llama_core.chain.expected import (
 )
 from llama_core.chain.planned import plan_for_gpu
 from llama_core.config.hardware import gpu_spec
+from llama_core.config.measured_rates import Measured, MeasuredRates
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.step_time import forward_time_of, hardware_flops_per_token, step_time_of
+from llama_core.preflight.checks import BEYOND_PROFILE, BEYOND_SHEET
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed, write_json
 from llama_core.records.measurements import ExpectedStep
@@ -173,3 +176,41 @@ def test_the_step_of_a_gpu_is_recorded_with_its_parts_and_where_its_rates_come_f
     assert step.rates == "data sheet"
     assert step.told_by == "from the data sheet of H100 SXM 80 GB"
     assert expected_step(run) == told
+
+
+def recorded_product(folder, config):
+    """Return the product that is expected of each rank of a run."""
+    planned = plan_for_gpu(config) if config.launch.device == "cuda" else None
+    run = RunDirectory(folder)
+    run.config.write_text((planned.config if planned else config).to_yaml())
+    write_json(run.plan, (planned.plan if planned else ParallelPlan(num_microbatches=2)).as_dict())
+    record_expected_step(run)
+    return read_typed(run.expected, ExpectedStep).product
+
+
+ON_H100 = {"model": "llama3_8b", "parallel": {"gpus": 8}, "launch": {"device": "cuda", "gpu_type": "h100"}}
+
+
+def test_the_product_before_the_first_step_is_expected_by_the_data_sheet_of_a_gpu(tmp_path):
+    product = recorded_product(tmp_path, RunConfig.from_mapping(ON_H100))
+    h100 = gpu_spec("h100")
+    assert product.seconds == pytest.approx(2 * 8192**3 / (h100.matmul_share * h100.bf16_flops))
+    assert product.limit_seconds == BEYOND_SHEET * product.seconds
+    assert product.told_by == f"data sheet of {h100.label}"
+
+
+def test_a_profile_that_has_the_product_is_preferred_to_the_data_sheet(tmp_path, monkeypatch):
+    rates = MeasuredRates({"product bf16 input": Measured({(8192, 8192, 8192): 0.002})})
+    measured = replace(gpu_spec("h100"), measured={8: rates}, source="measured here")
+    monkeypatch.setattr(expected, "device_for", lambda *arguments: KnownDevice(measured))
+    monkeypatch.setattr(expected, "step_on_gpu", lambda config, plan: ExpectedStep(1.0, 1.0, "a test"))
+    product = recorded_product(tmp_path, RunConfig.from_mapping(ON_H100))
+    assert (product.seconds, product.limit_seconds) == (0.002, BEYOND_PROFILE["cuda"] * 0.002)
+    assert product.told_by == "measured here"
+
+
+def test_nothing_is_expected_of_a_processor_that_was_not_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(expected, "_rate_here", lambda precision: 0.1 * TFLOP)
+    monkeypatch.setattr(expected, "device_for", lambda *arguments, **options: KnownDevice(None))
+    settings = {"training": {"seq_len": 128, "batch_size": 2, "steps": 3}, "launch": {"device": "cpu"}}
+    assert recorded_product(tmp_path, RunConfig.from_mapping(settings)) is None

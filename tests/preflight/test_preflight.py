@@ -17,6 +17,8 @@ from llama_core.preflight.gpu_health import HealthReader
 from llama_core.preflight.measure import partners_across, partners_inside
 from llama_core.preflight.preflight import fallen_behind, measured_machines, tell
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import write_json
+from llama_core.records.measurements import ExpectedProduct, ExpectedStep
 from llama_core.records.preflight import RankMeasurements, read_preflights
 
 CPU = torch.device("cpu")
@@ -158,6 +160,22 @@ def test_a_slow_disk_of_a_node_does_not_count_as_slowing_training():
     ranks = [measured(rank, write=0.01) for rank in range(3)] + [measured(3, write=9.0)]
     (named,) = fallen_behind(ranks, AMOUNTS["cuda"].checks)
     assert (named.rank, named.slows_training) == (3, False)
+
+
+def test_ranks_that_are_all_slower_than_expected_are_named():
+    expected = ExpectedProduct(0.001, 0.0025, "data sheet of a GPU")
+    ranks = [measured(0, product=0.0026), measured(1, product=0.0024)]
+    (named,) = fallen_behind(ranks, AMOUNTS["cuda"].checks, expected)
+    assert named.findings == ("a product of matrices took 2.6 ms, where 1 ms is expected (data sheet of a GPU)",)
+    assert named.slows_training
+
+
+def test_the_expected_product_of_a_run_is_compared(run):
+    product = ExpectedProduct(1e-9, 1e-8, "a profile")
+    write_json(run.expected, ExpectedStep(1.0, 1.0, "a test", product=product))
+    check(run, ["n0"])
+    (record,) = read_preflights(run)
+    assert [one.findings[0].endswith("is expected (a profile)") for one in record.named] == [True]
 
 
 def test_what_a_device_reports_of_itself_names_its_rank():
