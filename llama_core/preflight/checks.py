@@ -46,12 +46,12 @@ class Amounts:
     checks: Mapping[str, Check]
 
 
-def _checks(product: float, copy: float, exchange: float) -> Mapping[str, Check]:
+def _checks(product: float, copy: float, exchange: float, least_exchange: float = 0.0) -> Mapping[str, Check]:
     return {
         PRODUCT: Check("a product of matrices", product),
         COPY: Check("a copy in its memory", copy),
-        EXCHANGE_INSIDE: Check("an exchange with another rank of its node", exchange),
-        EXCHANGE_ACROSS: Check("an exchange with a rank of another node", exchange),
+        EXCHANGE_INSIDE: Check("an exchange with another rank of its node", exchange, least_exchange),
+        EXCHANGE_ACROSS: Check("an exchange with a rank of another node", exchange, least_exchange),
         WRITE: Check("a write to the run's folder", 3.0, least_seconds=1.0, slows_training=False),
     }
 
@@ -60,8 +60,9 @@ AMOUNTS = {
     # A product takes some milliseconds on an H100 and all of them a third of a second: long enough for a GPU that is
     # too hot to lower its clocks. GPUs of one kind differ by a few percent.
     "cuda": Amounts(8192, 256 * MIB, 64 * MIB, 4 * MIB, 10, 10, 10, _checks(0.2, 0.2, 0.5)),
-    # Milliseconds in all, so that short runs stay short. Ranks share caches, memory and cores with other work.
-    "cpu": Amounts(256, 4 * MIB, MIB // 4, MIB, 12, 1, 4, _checks(1.5, 3.0, 4.0)),
+    # Milliseconds in all, so that short runs stay short. Ranks share caches, memory and cores with other work. A rank
+    # that waits for a core delays an exchange by some milliseconds; a link that fell back to 100 Mbit/s, by 80.
+    "cpu": Amounts(256, 4 * MIB, MIB, MIB, 12, 1, 4, _checks(1.5, 3.0, 4.0, least_exchange=0.03)),
 }
 """By type of device."""
 

@@ -75,6 +75,21 @@ def more_work():
 
 
 @contextlib.contextmanager
+def a_slow_link():
+    """Delay whatever the last rank sends or receives."""
+    swap = measure._swap
+
+    def late(*arguments):
+        time.sleep(0.1)
+        swap(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if measure.own_rank() == measure.num_ranks() - 1:
+            patch.setattr(measure, "_swap", late)
+        yield
+
+
+@contextlib.contextmanager
 def a_clock_ahead():
     """Set the clock of the last rank an hour ahead."""
     now = time.time
@@ -106,6 +121,12 @@ def test_ranks_of_several_nodes_measure_all_that_they_share(run):
     assert all(seconds > 0 for one in record.ranks for seconds in one.seconds.values())
     assert all(abs(one.clock_ahead) < 1 for one in record.ranks)
     assert record.unmeasured == ()
+
+
+def test_a_node_whose_link_is_slow_is_named_and_its_partners_are_not(run):
+    run_ranks(4, checked, run, ["n0", "n1", "n2", "n3"], a_slow_link)
+    (record,) = read_preflights(run)
+    assert [named.host for named in record.named if "an exchange with a rank of another node" in str(named)] == ["n3"]
 
 
 def test_a_host_whose_clock_is_off_is_named(run):
