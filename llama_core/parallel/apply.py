@@ -149,7 +149,7 @@ class ParallelModel:
         self.gradients.complete()
         return self._sum_over_ranks(losses) / count
 
-    def compile_blocks(self, batch: Batch) -> None:
+    def compile_blocks(self, batch: Batch, kinds: Sequence[tuple[int, bool]] | None = None) -> None:
         """Run every kind of block that this rank holds once, which compiles it, on a batch like those to come.
 
         Without gradients, only the forward runs. The weights stay as they are, and no gradient is left. All ranks must
@@ -157,13 +157,14 @@ class ParallelModel:
 
         Args:
             batch: a microbatch of the sizes and the kind of attention of those to come, whole, on the device.
+            kinds: some of ``kinds_of_blocks``; default: all.
         """
         piece = self._own_columns(self._looking_ahead(batch))
         num_rows, num_tokens = piece.tokens_BS.shape
         stream = (num_rows, num_tokens // self.model.sequence_shards, self.model.spec.hidden_size)
         prepare_routers(self.model, torch.ones((), dtype=self._wide, device=self.device))
         self.data.prepare(last=True)  # so that fully_shard forgets this as it forgets a step
-        for layer, has_gradient in self._kinds_of_blocks():
+        for layer, has_gradient in self.kinds_of_blocks() if kinds is None else kinds:
             inputs = piece.tokens_BS
             if layer > 0:
                 inputs = torch.zeros(stream, dtype=self.model.compute_dtype, device=self.device)
@@ -176,7 +177,7 @@ class ParallelModel:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _kinds_of_blocks(self) -> list[tuple[int, bool]]:
+    def kinds_of_blocks(self) -> list[tuple[int, bool]]:
         """Return a layer of each kind that this rank holds, and whether its input needs a gradient.
 
         The first layer of the model comes with the embedding and the last one with the head, so others are preferred.
