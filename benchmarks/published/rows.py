@@ -143,6 +143,8 @@ class Reader:
             micro_batch=micro_batch,
             num_microbatches=num_microbatches,
             **degrees,
+            # no column: torchtitan's default, and what Megatron-LM's release test of Mixtral 8x7B asks for
+            expert_tp=1 if degrees["ep"] > 1 else None,
             sequence_parallel=self.text("sp").lower().startswith("yes"),
             schedule=self._schedule(),
             num_chunks=self._chunks(model, degrees["pp"]),

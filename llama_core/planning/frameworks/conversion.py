@@ -67,6 +67,7 @@ def job_of(config: RunConfig, plan: ParallelPlan, name: str) -> ReadJob:
         dp_replicate=plan.dp_replicate,
         cp=plan.cp,
         ep=plan.ep,
+        expert_tp=plan.expert_tp,
         zero_stage=zero_stage,
         weight_bytes=4 if traits.sharding == "fully_shard" else 2,
         moment_bytes=traits.moment_bytes,

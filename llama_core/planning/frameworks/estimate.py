@@ -117,7 +117,18 @@ class FrameworkEstimate:
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate as a record."""
         job = self.job
-        degrees = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero_stage", "num_chunks", "schedule")
+        degrees = (
+            "tp",
+            "pp",
+            "cp",
+            "ep",
+            "expert_tp",
+            "dp_shard",
+            "dp_replicate",
+            "zero_stage",
+            "num_chunks",
+            "schedule",
+        )
         others = ("micro_batch", "num_microbatches", "recompute", "recompute_every", "compiles", "float8", "seq_len")
         return {
             "framework": job.framework.name,
@@ -147,7 +158,7 @@ def _plan_in_words(job: Job) -> str:
     divided = " x ".join(f"{name} {degree}" for name, degree in axes.items() if degree > 1)
     parts = [counted(job.world_size, "rank") + (f" ({divided})" if divided else "")]
     if job.ep > 1:
-        parts.append(f"ep {job.ep}")
+        parts.append(f"ep {job.ep}" + (f" x expert_tp {job.expert_parts // job.ep}" if job.tp > 1 else ""))
     if job.zero_stage and job.dp_shard * job.cp > 1:
         parts.append(f"ZeRO {job.zero_stage}")
     if job.pp > 1:

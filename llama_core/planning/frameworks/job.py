@@ -30,6 +30,9 @@ class Job:
     dp_replicate: int = 1
     cp: int = 1
     ep: int = 1
+    """Ranks that divide the experts, among those that do not divide each of them."""
+    expert_tp: int | None = None
+    """Ranks that divide every expert; None: ``tp``."""
     zero_stage: int = 3
     weight_bytes: float = 4
     """Bytes per parameter of the weights kept between steps."""
@@ -56,6 +59,11 @@ class Job:
     def world_size(self) -> int:
         """Ranks of the job."""
         return self.tp * self.pp * self.cp * self.dp_shard * self.dp_replicate
+
+    @property
+    def expert_parts(self) -> int:
+        """Ranks that together hold the experts of a layer once."""
+        return self.ep * (self.tp if self.expert_tp is None else self.expert_tp)
 
     @property
     def global_batch(self) -> int:

@@ -75,6 +75,7 @@ class _Megatron:
             pp=degrees["pp"],
             cp=degrees["cp"],
             ep=degrees["ep"],
+            expert_tp=self._expert_tp(degrees),
             dp_shard=degrees["dp_shard"],
             sequence_parallel=self._is_on("sequence-parallel") and degrees["tp"] > 1,
             num_chunks=self._chunks(model, degrees["pp"]),
@@ -174,6 +175,23 @@ class _Megatron:
         others = degrees["tp"] * degrees["pp"] * degrees["cp"]
         shards = remaining_shards(given, self.gpus or self._launched(), others, "data parallelism")
         return degrees | {"dp_shard": shards}
+
+    def _expert_tp(self, degrees: dict[str, int]) -> int:
+        """Return the ranks that divide every expert.
+
+        Raises:
+            ConfigError: if they and those that divide the experts cannot divide a pipeline stage's ranks.
+        """
+        given = self.given
+        name = "expert-tensor-parallel-size"
+        expert_tp = given.count(name, default=degrees["tp"], maximum=MAX_DEVICES)
+        ranks = degrees["tp"] * degrees["cp"] * degrees["dp_shard"]
+        if ranks % (expert_tp * degrees["ep"]):
+            raise given.error(
+                f"{ranks} ranks of a pipeline stage are no multiple of --expert-model-parallel-size {degrees['ep']} "
+                f"times --{name} {expert_tp}"
+            )
+        return expert_tp
 
     def _launched(self) -> int | None:
         """Return the processes that torchrun starts, or None if the file does not say how many."""

@@ -23,7 +23,7 @@ class Shares:
         self.is_first = pp_rank == 0
         self.is_last = pp_rank == job.pp - 1
         self.num_shards = job.dp_shard * job.cp
-        self.num_expert_shards = max(1, self.num_shards * job.tp // (job.ep if job.ep > 1 else job.tp))
+        self.num_expert_shards = max(1, self.num_shards * job.tp // job.expert_parts)
         keeps_others = self.num_shards > 1 or job.weight_bytes > _COMPUTE_BYTES or job.offloads_states
         self.gathers = job.zero_stage >= 3 and keeps_others
         """Whether computation uses copies of the stored weights: gathered from shards, or at least cast."""
@@ -41,11 +41,10 @@ class Shares:
     def experts(self) -> float:
         """Parameters of one layer's experts."""
         model = self.model
-        job = self.job
         if model.experts is None:
             return 0
         each = model.ffn_parameters(model.experts.ffn_size) * model.num_expert_layers / model.num_layers
-        return model.experts.count * each / (job.ep if job.ep > 1 else job.tp)
+        return model.experts.count * each / self.job.expert_parts
 
     @cached_property
     def table(self) -> float:

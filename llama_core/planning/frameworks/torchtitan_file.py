@@ -80,6 +80,7 @@ class _Torchtitan:
             pp=degrees["pp"],
             cp=degrees["cp"],
             ep=degrees["ep"],
+            expert_tp=self._expert_tp(degrees),
             dp_shard=degrees["dp_shard"],
             dp_replicate=degrees["dp_replicate"],
             sequence_parallel=degrees["tp"] > 1,
@@ -111,6 +112,19 @@ class _Torchtitan:
             return published_architecture(f"{name}_{flavor}", None, "")[0]
         except ConfigError:
             raise self.given.error(f"the sizes of model {name!r} with flavor {flavor!r} are not known here") from None
+
+    def _expert_tp(self, degrees: dict[str, int]) -> int:
+        """Return the ranks that divide every expert; the key has no effect if none divide the experts.
+
+        Raises:
+            ConfigError: if it is neither 1 nor the tensor-parallel degree.
+        """
+        key = "parallelism.expert_tensor_parallel_degree"
+        expert_tp = self.given.count(key, default=1, maximum=MAX_DEVICES)
+        tp = degrees["tp"]
+        if expert_tp not in {1, tp}:
+            raise self.given.error(f"{key} is {expert_tp}; torchtitan takes 1 or the tensor-parallel degree, {tp}")
+        return expert_tp if degrees["ep"] > 1 else tp
 
     def _degrees(self) -> dict[str, int]:
         given = self.given

@@ -91,6 +91,7 @@ MIXTRAL = """
 --group-query-attention --num-query-groups 8 --swiglu --untie-embeddings-and-output-weights
 --tokenizer-type Llama2Tokenizer --num-experts 8 --moe-router-topk 2 --bf16
 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8
+--expert-tensor-parallel-size 1
 --num-layers-per-virtual-pipeline-stage 1 --sequence-parallel --use-distributed-optimizer
 --micro-batch-size 1 --global-batch-size 256
 """
@@ -102,6 +103,12 @@ def test_the_arguments_of_a_published_row_give_its_figure(read):
     assert estimate.printed.statistic == "allocated"
     assert estimate.printed.num_bytes / GIB == pytest.approx(33.07, rel=0.03)
     assert estimate.no_time == "a mixture of experts is not modelled for other frameworks"
+
+
+def test_tensor_parallel_ranks_divide_every_expert_unless_the_arguments_say_otherwise(read):
+    whole = read(MIXTRAL, 64).job
+    divided = read(MIXTRAL.replace("--expert-tensor-parallel-size 1", ""), 64).job
+    assert (whole.expert_parts, divided.expert_parts) == (8, 16)
 
 
 def test_the_vocabulary_may_be_that_of_the_model_that_the_tokenizer_is_named_after(read):
@@ -190,6 +197,7 @@ def test_a_script_is_never_run(read, tmp_path):
         (f"{LINES}--optimizer-cpu-offload --optimizer-offload-fraction all\n", 8, "a number from 0 to 1 is wanted"),
         (f"{LINES}--multi-latent-attention\n", 8, "a model with --multi-latent-attention is not modelled"),
         (f"{LINES}--num-experts 8 --moe-layer-freq 2\n", 8, "experts in every layer"),
+        (MIXTRAL.replace("parallel-size 8", "parallel-size 3"), 64, "16 ranks of a pipeline stage are no multiple of"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_line_that_names_the_file(read, text, gpus, problem):

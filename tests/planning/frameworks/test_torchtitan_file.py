@@ -54,6 +54,19 @@ def test_every_key_is_named_once_as_read_or_as_ignored(read):
     assert not set(asked.read) & set(asked.ignored)
 
 
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        ("expert_parallel_degree = 8", 8),
+        ("expert_parallel_degree = 8\nexpert_tensor_parallel_degree = 4", 32),
+        ("expert_tensor_parallel_degree = 1", 4),
+    ],
+    ids=str,
+)
+def test_experts_are_whole_unless_the_file_says_otherwise_or_no_ranks_divide_them(read, lines, parts):
+    assert read(MINE.replace("[parallelism]", f"[parallelism]\n{lines}"), 64).job.expert_parts == parts
+
+
 def test_a_file_without_a_size_has_the_defaults_of_torchtitan(read):
     job = read('[model]\nflavor = "8B"\n', 8).job
     assert (job.micro_batch, job.seq_len, job.recompute, job.dp_shard) == (8, 2048, "selective", 8)
@@ -122,6 +135,7 @@ def test_a_condition_that_a_file_states_is_in_the_job(read, lines, field, value)
         ("model.flavor = '8B'\ntraining.compile = 'maybe'", 8, "training.compile is 'maybe', which is neither"),
         ("model.flavor = '8B'\nactivation_checkpoint.mode = 'fulll'", 8, "did you mean 'full'"),
         ("model.flavor = '8B'\noptimizer.name = 'Muon'", 8, "optimizer.name is 'Muon'; known are adam, adamw"),
+        ("model.flavor = '8B'\nparallelism.expert_tensor_parallel_degree = 2", 8, "takes 1 or the tensor-parallel"),
         ("model.flavor = '8B'\ntraining.global_batch_size = 12", 8, "no multiple of 8 sequences on each of 8"),
         ("model.flavor = '8B'\nparallelism.pipeline_parallel_schedule = 'ZB'", 8, "pipeline_parallel_schedule is 'ZB'"),
     ],
