@@ -108,6 +108,10 @@ def test_all_problems_are_reported_at_once_with_the_nearest_key():
             {"parallel": {"gpus": 8, "pp": 17}},
             "parallel.pp=17 is above the 16 layers of tiny_llama3_50m; use at most that",
         ),
+        (
+            {"parallel": {"gpus": 8, "expert_tp": 1}},
+            "parallel.expert_tp=1 has no effect, because tiny_llama3_50m has no experts; leave it out",
+        ),
         ({"parallel": {"tp": 0}}, "parallel.tp=0: input should be 'auto' or an integer of at least 1"),
         ({"parallel": {"pp": "many"}}, "parallel.pp='many': input should be 'auto' or an integer of at least 1"),
         (

@@ -121,6 +121,7 @@ def any_plan(draw, *, sizes, stages, microbatches, ep=1):
             dp_replicate=draw(sizes),
             ep=ep,
             ep_nodes=draw(st.sampled_from([1, 1, ep])),
+            expert_tp=draw(st.sampled_from([None, 1])),
             sequence_parallel=draw(st.booleans()),
             zero_stage=zero_stage,
             schedule=schedule,

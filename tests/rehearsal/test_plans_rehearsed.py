@@ -109,6 +109,7 @@ def legal_plans(draw):
             dp_shard=ranks if zero_stage else 1,
             dp_replicate=1 if zero_stage else ranks,
             ep=draw(st.sampled_from([1, 2])) if config.spec.moe else 1,
+            expert_tp=draw(st.sampled_from([None, 1])),
             sequence_parallel=draw(st.booleans()),
             zero_stage=zero_stage,
             schedule=schedule,
