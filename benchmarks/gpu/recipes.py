@@ -62,15 +62,21 @@ def numbers_in_nf4(bench: Bench) -> Iterator[Row]:
     packed = nf4.pack(matrix_OI)
     on_cpu = nf4.pack(matrix_OI.cpu())
     place = nf4.BlockPlace(0, 0, columns // BLOCK)
-    of_device = nf4.unpack(packed, place, torch.bfloat16).cpu()
-    of_cpu = nf4.unpack(nf4.Packed(*(part.cpu() for part in packed)), place, torch.bfloat16)
+    like = torch.empty(0, dtype=torch.bfloat16, device=bench.device)
+    of_device = nf4.unpack(packed, place, like).cpu()
+    of_cpu = nf4.unpack(nf4.Packed(*(part.cpu() for part in packed)), place, like.cpu())
     yield {
         "matrix": f"{rows} x {columns}",
         "bytes that differ from a CPU's": int((packed.bytes_OK.cpu() != on_cpu.bytes_OK).sum()),
         "the same numbers of the same bytes": torch.equal(of_device, of_cpu),
     }
-    unpack = partial(nf4.unpack, packed, place, torch.bfloat16)
-    for name, way in {"eager": unpack, "compiled": torch.compile(unpack)}.items():
+    in_parts = partial(nf4.unpack_in_parts, packed, place, like.dtype)
+    ways = {
+        "as in training": partial(nf4.unpack, packed, place, like),
+        "in parts": in_parts,
+        "in parts, compiled": torch.compile(in_parts),
+    }
+    for name, way in ways.items():
         if bench.is_late:
             return
         yield bench.attempted({"unpacking": name}, _time_unpacking, bench, way)
@@ -115,7 +121,7 @@ def _updated(weight: Tensor, gradient: Tensor) -> tuple[Callable[[], None], tupl
     return update, (parameter.detach().clone(), {name: state.clone() for name, state in kept.items()})
 
 
-def _time_unpacking(bench: Bench, way: partial[Tensor]) -> Row:
+def _time_unpacking(bench: Bench, way: Callable[[], Tensor]) -> Row:
     matrix_OI = way()
     ms = bench.milliseconds(way)
     return {"ms": ms, "GB/s written": matrix_OI.numel() * matrix_OI.element_size() / ms / 1e6}

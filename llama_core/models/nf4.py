@@ -12,7 +12,7 @@ al. 2023, arXiv:2305.14314, section 3 and appendix E.
 # Shape suffixes: O rows of a matrix, I its columns, K bytes of a row, N blocks, G groups of blocks
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from llama_core.config.nf4 import BLOCK, BLOCK_BYTES, GROUP, num_scales, packed_
 from llama_core.errors import WeightsError
 from llama_core.hugging_face.nf4 import Nf4Tensor
 from llama_core.hugging_face.weight_files import StoredTensor
+from llama_core.machine.toolchain import can_build_kernels
 from llama_core.models.layers import Linear, local_part, multiply_own_part
 from llama_core.planning.program.nf4 import UNPACKED_AT_ONCE
 
@@ -62,8 +63,12 @@ SCALE_LEVELS = _scale_levels()
 """The numbers of the 256 codes of scales: the smaller the number, the fewer of its seven bits are fraction."""
 
 # copied to a GPU without waiting for it, which torch.tensor(..., device="cuda") would
+_OF_CODES = torch.tensor(LEVELS, dtype=torch.float32, device="cpu")
 _OF_SCALES = torch.tensor(SCALE_LEVELS, dtype=torch.float32, device="cpu")
-_OF_PAIRS = torch.cartesian_prod(*[torch.tensor(LEVELS, dtype=torch.float32, device="cpu")] * 2)
+_OF_PAIRS = torch.cartesian_prod(_OF_CODES, _OF_CODES)
+
+
+WORD_BYTES = 4
 
 
 class Packed(NamedTuple):
@@ -119,14 +124,61 @@ class BlockPlace(NamedTuple):
         return (rows_O[:, None] + blocks_N).flatten()
 
 
-def unpack(packed: Packed, place: BlockPlace, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of a matrix, or of a part of one, [rows, columns].
+def unpack(packed: Packed, place: BlockPlace, like: Tensor) -> Tensor:
+    """Return the numbers of a matrix, or of a part of one, [rows, columns], in the dtype of ``like``.
 
     Args:
         packed: the matrix; of the bytes, those of the part.
         place: where the part lies.
-        dtype: of the result.
+        like: what they are multiplied with. A compiler must not take the matrix of a forward and that of a backward for
+            one, which it would keep.
     """
+    if packed.bytes_OK.is_cuda:
+        matrix_OI: Tensor = unpack_on_cuda(*packed, list(place), like)
+        return matrix_OI
+    return unpack_in_parts(packed, place, like.dtype)
+
+
+@torch.library.custom_op("llama_core::unpack_nf4", mutates_args=())
+def unpack_on_cuda(bytes_OK: Tensor, scales_G: Tensor, place: list[int], like: Tensor) -> Tensor:
+    """Return what ``unpack`` does, in one kernel; an operator, so that it is the same in eager and in compiled code."""
+    if not can_build_kernels() or bytes_OK.numel() % WORD_BYTES:
+        return unpack_in_parts(Packed(bytes_OK, scales_G), BlockPlace(*place), like.dtype)
+    from llama_core.models import nf4_kernels  # needs Triton
+
+    if bytes_OK.data_ptr() % WORD_BYTES:
+        bytes_OK = bytes_OK.clone()
+    first_row, first_block, blocks_of_row = place
+    matrix_OI = _matrix_of(bytes_OK, like)
+    nf4_kernels.unpack(
+        bytes_OK.contiguous(),
+        scales_G,
+        *_tables_on(bytes_OK.device),
+        first=first_row * blocks_of_row + first_block,
+        own_blocks_of_row=bytes_OK.shape[1] // BLOCK_BYTES,
+        blocks_of_row=blocks_of_row,
+        out=matrix_OI,
+    )
+    return matrix_OI
+
+
+@unpack_on_cuda.register_fake
+def _(bytes_OK: Tensor, scales_G: Tensor, place: list[int], like: Tensor) -> Tensor:
+    return _matrix_of(bytes_OK, like)
+
+
+def _matrix_of(bytes_OK: Tensor, like: Tensor) -> Tensor:
+    return like.new_empty((bytes_OK.shape[0], bytes_OK.shape[1] // BLOCK_BYTES * BLOCK))
+
+
+@cache
+def _tables_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the numbers of all codes, and of all codes of scales, on a device, where they stay."""
+    return _OF_CODES.to(device), _OF_SCALES.to(device)
+
+
+def unpack_in_parts(packed: Packed, place: BlockPlace, dtype: torch.dtype) -> Tensor:
+    """Return what ``unpack`` does, without a kernel of its own."""
     rows, num_bytes = packed.bytes_OK.shape
     columns = num_bytes // BLOCK_BYTES * BLOCK
     scales_OB = _scales_of_part(packed, place).view(rows, columns // BLOCK)
@@ -158,7 +210,8 @@ def _numbers(pairs: Tensor, scales_N: Tensor, out: Tensor | None = None) -> Tens
 
 def unpack_whole(packed: Packed, dtype: torch.dtype) -> Tensor:
     """Return the numbers of a whole matrix, [rows, columns]."""
-    return unpack(packed, BlockPlace(0, 0, packed.bytes_OK.shape[1] // BLOCK_BYTES), dtype)
+    place = BlockPlace(0, 0, packed.bytes_OK.shape[1] // BLOCK_BYTES)
+    return unpack(packed, place, packed.scales_G.new_empty(0, dtype=dtype))
 
 
 def rounded(matrix_OI: Tensor) -> Tensor:
@@ -214,12 +267,12 @@ class _PackedLinear(torch.autograd.Function):
         # not saved: if the last product of a block saved something, recomputation would have to run that product again
         ctx.packed = Packed(bytes_OK, scales_G)
         ctx.place = place
-        return x @ unpack(Packed(bytes_OK, scales_G), place, x.dtype).t()
+        return x @ unpack(Packed(bytes_OK, scales_G), place, x).t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ unpack(ctx.packed, ctx.place, grad.dtype), None, None, None
+        return grad @ unpack(ctx.packed, ctx.place, grad), None, None, None
 
 
 def keep_packed(module: Linear) -> None:

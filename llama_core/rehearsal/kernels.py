@@ -1,7 +1,7 @@
 """Stand-ins for fused operators on fake tensors: they hold the same bytes, but compute no values.
 
-On CUDA, torch's norm is one kernel. A compiled block computes its norms and its gated product in a few kernels, and
-keeps for its backward what is cheapest to keep. It unpacks a matrix in one kernel.
+On CUDA, torch's norm is one kernel, and so is the unpacking of a matrix. A compiled block computes its norms and its
+gated product in a few kernels, and keeps for its backward what is cheapest to keep.
 """
 
 from collections.abc import Iterator
@@ -35,10 +35,10 @@ def kernels_of(config: RunConfig, plan: ParallelPlan) -> Iterator[None]:
             stack.enter_context(replaced(bf16_moments, "run_in_one_kernel", lambda *arguments, **named: None))
         if on_cuda or plan.compile:
             stack.enter_context(replaced(layers, "rms_norm", _rms_norm))
+            stack.enter_context(replaced(nf4, "unpack", _unpack))
         if plan.compile:
             for owner in (layers, moe):
                 stack.enter_context(replaced(owner, "gated", _Gated.apply))
-            stack.enter_context(replaced(nf4, "unpack", _unpack))
         yield
 
 
@@ -57,9 +57,9 @@ def _apply_norm(x: Tensor, weight: Tensor | None) -> Tensor:
     return out
 
 
-def _unpack(packed: nf4.Packed, place: nf4.BlockPlace, dtype: torch.dtype) -> Tensor:
+def _unpack(packed: nf4.Packed, place: nf4.BlockPlace, like: Tensor) -> Tensor:
     rows, num_bytes = packed.bytes_OK.shape
-    return packed.bytes_OK.new_empty(rows, num_bytes // BLOCK_BYTES * BLOCK, dtype=dtype)
+    return like.new_empty(rows, num_bytes // BLOCK_BYTES * BLOCK)
 
 
 class _RMSNorm(torch.autograd.Function):

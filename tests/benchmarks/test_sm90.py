@@ -61,11 +61,17 @@ def test_every_kind_is_compiled_on_one_rank_for_the_same_row():
 
 
 @pytest.fixture(scope="module")
-def dense():
-    """Return what a block of 1B launches, compiled anew."""
+def python():
+    """Return the Python of an environment with a CUDA build of torch."""
     python = Path(os.environ.get("SM90_VENV", sys.prefix), "bin/python")
     if not environment.has_cuda_build(python):
         pytest.skip(f"{python} has no CUDA build of torch; name an environment that has it in SM90_VENV")
+    return python
+
+
+@pytest.fixture(scope="module")
+def dense(python):
+    """Return what a block of 1B launches, compiled anew."""
     (dense,) = sm90.compiled(["1B"], python)
     assert "error" not in dense, dense
     return dense
@@ -96,3 +102,12 @@ def test_large_kernels_of_a_dense_block_read_16_bytes_at_a_time_and_none_has_a_s
         reads_wide = max(way["wide_loads"] for way in kernel["configurations"]) > 0
         assert reads_wide or kernel["num_bytes"] < 10**6, kernel["name"]
         assert sm90.least(kernel, "stack_bytes") == 0, kernel["name"]
+
+
+@pytest.mark.nightly
+def test_a_block_over_nf4_keeps_no_more_than_one_over_plain_matrices(python):
+    """A compiler keeps a matrix that a forward and a backward both unpack, if it can tell that they are one."""
+    plain, packed = (found["blocks"][0] for found in sm90.compiled(["8B, LoRA", "8B, QLoRA"], python))
+    assert packed["graphs"] == plain["graphs"] == 1
+    assert packed["kept_bytes"] == plain["kept_bytes"]
+    assert packed["backward"]["operators"]["unpack_nf4"] == 7

@@ -35,7 +35,8 @@ def product(program: ModelProgram, name: str, x: int) -> int:
     scratch = 0
     moved = packed_bytes(elements) + unpacked
     num_kernels = 1
-    if not program.setting.compiles:  # eager kernels write the scales, and indices and numbers of some rows
+    if not (program.setting.on_cuda or program.setting.compiles):
+        # without a kernel of their own, the scales are written, and indices and numbers of some rows
         rows_at_once = min(rows, max(1, UNPACKED_AT_ONCE // columns))
         scratch = elements // BLOCK * FP32_BYTES + rows_at_once * columns * SCRATCH_BYTES
         moved += 2 * elements * SCRATCH_BYTES

@@ -78,10 +78,10 @@ def counted(spec, setting, *, mode, follows_trained):
             stack.enter_context(replaced(cast_weights, "multiplies_into_fp32", lambda x: True))
         if setting.fuses_norms:
             stack.enter_context(replaced(layers, "rms_norm", kernels._rms_norm))
+            stack.enter_context(replaced(nf4, "unpack", kernels._unpack))
         if setting.compiles:
             for owner in (layers, moe):
                 stack.enter_context(replaced(owner, "gated", kernels._Gated.apply))
-            stack.enter_context(replaced(nf4, "unpack", kernels._unpack))
         with torch.device("meta"):
             model = with_adapters(Llama(replace(spec, num_layers=1), compute_dtype=dtype))
         if setting.attention == "math":
