@@ -496,9 +496,9 @@ class ParallelConfig(Section):
     ep_dispatch: ExpertDispatch = "auto"
     """How tokens reach experts on other nodes: direct, a copy for each expert; two_step, once to each node and from
     there to its ranks; auto: two_step where ep spans whole nodes and a token has several experts."""
-    expert_tp: int | None = Field(None, ge=1)
-    """Tensor-parallel ranks that divide every expert: tp, which is the default, or 1. With 1, tensor-parallel ranks are
-    expert-parallel ranks: each has whole experts, and ep is a multiple of tp."""
+    expert_tp: Count = "auto"
+    """Tensor-parallel ranks that divide every expert: tp, or 1. With 1 they are expert-parallel ranks: each has whole
+    experts, and ep is a multiple of tp."""
     dp_replicate: Annotated[Count, Key(on_resume="allow", changes="batch")] = "auto"
     """Replicas of the sharding group (hybrid sharding); with zero_stage=0 every data-parallel rank is a replica."""
     sequence_parallel: bool = True
@@ -535,7 +535,7 @@ class ParallelConfig(Section):
     ranks exchange heads, and each attends to whole rows."""
 
     @field_validator(
-        *("tp", "pp", "cp", "ep", "dp_replicate", "zero_stage", "offload", "schedule"),
+        *("tp", "pp", "cp", "ep", "expert_tp", "dp_replicate", "zero_stage", "offload", "schedule"),
         *("num_chunks", "recompute", "compile"),
         mode="before",
     )

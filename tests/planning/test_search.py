@@ -93,7 +93,9 @@ def test_expert_parallel_ranks_are_chosen_and_one_asks_for_others():
     [
         ({"parallel__ep": 16}, 2),
         ({"parallel__ep": 8}, 1),
-        ({"parallel__ep": 8, "parallel__tp": 2}, 2),
+        ({"parallel__ep": 8, "parallel__tp": 2, "parallel__expert_tp": 2}, 2),
+        ({"parallel__ep": 8, "parallel__tp": 2, "parallel__expert_tp": 1}, 1),
+        ({"parallel__ep": 16, "parallel__tp": 2, "parallel__expert_tp": 1}, 2),
         ({"parallel__ep": 16, "moe__experts_per_token": 1}, 1),
         ({"parallel__ep": 16, "parallel__ep_dispatch": "direct"}, 1),
         ({"parallel__ep": 16, "parallel__ep_dispatch": "two_step", "moe__experts_per_token": 1}, 2),
@@ -104,6 +106,20 @@ def test_tokens_cross_nodes_in_two_steps_where_they_have_several_experts_there(a
         "llama3_2_1b", 32, **{"parallel__pp": 1, "parallel__tp": 1, "training__batch_size": 32} | asked, **experts(16)
     )
     assert searched(config).plan.ep_nodes == nodes
+
+
+def test_whole_experts_on_tensor_parallel_ranks_are_tried_beside_divided_ones():
+    sparse = {"training__batch_size": 32, "parallel__pp": 1, "parallel__tp": 2, **experts(16)}
+    choice = searched(request("llama3_2_1b", 32, **sparse))
+    divided = searched(request("llama3_2_1b", 32, parallel__expert_tp=2, **sparse))
+    assert choice.plan.folds_experts
+    assert choice.step.total < divided.step.total
+    assert choice.reasons["ep"].startswith(f"ep {choice.plan.ep} with expert_tp 1: with the best alternative, ")
+
+
+def test_whole_experts_need_no_data_parallel_ranks():
+    config = request("tiny_llama3_150m", 2, parallel__tp=2, parallel__expert_tp=1, **experts(4))
+    assert choose_plan(config, None).ep == 2
 
 
 def test_two_steps_inside_a_node_are_refused():

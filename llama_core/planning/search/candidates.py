@@ -61,6 +61,18 @@ class Sharding(NamedTuple):
         return f"ZeRO {self.zero_stage}{copies}"
 
 
+class ExpertRanks(NamedTuple):
+    """The ranks that divide experts."""
+
+    ep: int
+    expert_tp: int | None = None
+    """Tensor-parallel ranks that divide every expert; None: all of them."""
+
+    def __str__(self) -> str:
+        """Return their number, and whether they have whole experts if tensor-parallel ranks could divide them."""
+        return f"{self.ep} with expert_tp {self.expert_tp}" if self.expert_tp else str(self.ep)
+
+
 class ScheduleChoice(NamedTuple):
     """The order of forwards and backwards."""
 
@@ -77,8 +89,7 @@ class Variant(NamedTuple):
 
     shape: Shape
     sharding: Sharding
-    ep: int
-    """Expert-parallel ranks."""
+    experts: ExpertRanks
     order: ScheduleChoice
     microbatch_size: int
     offload: Offload = "none"
@@ -200,18 +211,29 @@ class Candidates:
         shards = max(size for size in range(1, in_a_node + 1) if shape.dp % size == 0)
         return [1] if shards in {1, shape.dp} else [1, shape.dp // shards]
 
-    def expert_parallel(self, shape: Shape, sharding: Sharding) -> list[int]:
-        """Return the expert-parallel sizes to try: ranks that divide the experts also shard, or hold copies."""
-        sizes = self.degrees.sizes("ep")
-        if self.asked.ep != "auto":
-            return sizes
+    def expert_ranks(self, shape: Shape, sharding: Sharding) -> list[ExpertRanks]:
+        """Return the divisions of experts to try: ranks that divide them also shard, or hold copies."""
         shards = shape.dp // sharding.dp_replicate
-        possible: list[int] = []
-        for size in sizes:
-            shares_ranks = shards % size == 0 or size % shards == 0
-            if shape.dp % size == 0 and shares_ranks:
-                possible.append(size)
-        return possible
+        divisions = self._divisions_of_expert(shape)
+        possible: list[ExpertRanks] = []
+        for expert_tp in divisions:
+            inner = shape.tp if expert_tp == 1 else 1
+            for size in self.degrees.sizes("ep"):
+                over_dp, rest = divmod(size, inner)
+                if not rest and shape.dp % over_dp == 0 and 0 in {shards % over_dp, over_dp % shards}:
+                    possible.append(ExpertRanks(size, expert_tp))
+        if possible:
+            return possible
+        # the plan says what is wrong
+        return [ExpertRanks(1 if self.asked.ep == "auto" else self.asked.ep, divisions[0])]
+
+    def _divisions_of_expert(self, shape: Shape) -> list[int | None]:
+        """Return the numbers of tensor-parallel ranks to try that divide every expert; None: all of them."""
+        asked = self.asked
+        if asked.expert_tp != "auto":
+            return [asked.expert_tp]
+        may_be_whole = self.config.spec.moe is not None and shape.tp > 1 and asked.sequence_parallel
+        return [None, 1] if may_be_whole else [None]
 
     def orders(self, shape: Shape, microbatch_size: int) -> list[ScheduleChoice]:
         """Return the schedules to try with this microbatch size."""
@@ -301,9 +323,9 @@ class Candidates:
         for shape in self.shapes():
             for size in self.microbatch_sizes(shape):
                 for sharding in self.shardings(shape):
-                    for ep in self.expert_parallel(shape, sharding):
+                    for experts in self.expert_ranks(shape, sharding):
                         for order in self.orders(shape, size):
-                            yield Variant(shape, sharding, ep, order, size, offload)
+                            yield Variant(shape, sharding, experts, order, size, offload)
 
     def offloads(self) -> list[Offload]:
         """Return the offloads to try, least first."""
@@ -325,7 +347,7 @@ class Candidates:
 
     def adapts_to(self, variant: Variant) -> bool:
         """Return whether a variant may recompute: zero-bubble schedules exclude it, and compiling travelling tokens."""
-        if self.asked.compile is True and variant.ep > 1:
+        if self.asked.compile is True and variant.experts.ep > 1:
             return False
         return self.adapts and not self._splits_backward(variant)
 
@@ -335,7 +357,7 @@ class Candidates:
         if asked.compile != "auto":
             return asked.compile
         on_cuda = self.config.launch.device == "cuda" and asked.zero_backend == "native"
-        return on_cuda and variant.ep == 1 and not self._splits_backward(variant)
+        return on_cuda and variant.experts.ep == 1 and not self._splits_backward(variant)
 
     @staticmethod
     def _splits_backward(variant: Variant) -> bool:
@@ -349,19 +371,20 @@ class Candidates:
         """
         moe = self.config.spec.moe
         shape = variant.shape
+        ep = variant.experts.ep
         in_node, rest = divmod(self.degrees.node_size, shape.tp * shape.cp)
-        if self.asked.expert_tp == 1:
+        if variant.experts.expert_tp == 1:
             in_node *= shape.tp
-        spans_nodes = moe is not None and in_node > 0 and not rest and variant.ep > in_node and not variant.ep % in_node
+        spans_nodes = moe is not None and in_node > 0 and not rest and ep > in_node and not ep % in_node
         asked = self.asked.ep_dispatch
         if asked == "two_step" and not spans_nodes:
             raise PlanError(
-                f"ep_dispatch=two_step: ep={variant.ep} does not span whole nodes of {self.degrees.node_size} devices "
-                f"(tp={variant.shape.tp}, cp={variant.shape.cp}); use auto"
+                f"ep_dispatch=two_step: ep={ep} does not span whole nodes of {self.degrees.node_size} devices "
+                f"(tp={shape.tp}, cp={shape.cp}); use auto"
             )
         if moe is None or not spans_nodes or asked == "direct" or (asked == "auto" and moe.experts_per_token == 1):
             return 1
-        return variant.ep // in_node
+        return ep // in_node
 
     def plan(self, variant: Variant, num_microbatches: int | None = None) -> ParallelPlan:
         """Return the plan of ``variant``, for the whole batch or for ``num_microbatches``.
@@ -377,9 +400,9 @@ class Candidates:
             tp=shape.tp,
             pp=shape.pp,
             cp=shape.cp,
-            ep=variant.ep,
+            ep=variant.experts.ep,
             ep_nodes=self.nodes_of_experts(variant),
-            expert_tp=asked.expert_tp,
+            expert_tp=variant.experts.expert_tp,
             dp_shard=shape.dp // variant.sharding.dp_replicate,
             dp_replicate=variant.sharding.dp_replicate,
             sequence_parallel=asked.sequence_parallel,

@@ -90,7 +90,7 @@ _KEYS: Mapping[str, Callable[[Variant], Any]] = {
     "tp": lambda variant: variant.shape.tp,
     "pp": lambda variant: variant.shape.pp,
     "cp": lambda variant: variant.shape.cp,
-    "ep": lambda variant: variant.ep,
+    "ep": lambda variant: variant.experts,
     "sharding": lambda variant: variant.sharding,
     "schedule": lambda variant: variant.order,
     "microbatch": lambda variant: variant.microbatch_size,
@@ -122,7 +122,7 @@ def explain(search: Search, best: Option) -> Choice:
 def _complexity(variant: Variant) -> tuple[int, bool]:
     """Return how far a variant divides the model and its sequences, and whether its schedule is another than usual."""
     shape = variant.shape
-    return shape.tp * shape.pp * shape.cp * variant.ep, variant.order.schedule != DEFAULT_SCHEDULE
+    return shape.tp * shape.pp * shape.cp * variant.experts.ep, variant.order.schedule != DEFAULT_SCHEDULE
 
 
 def _simplest(search: Search, fastest: Option) -> Option:
@@ -206,12 +206,13 @@ class _Reasons:
         """Return a sentence for each choice."""
         variant = self.best.variant
         asked = self.asked
+        is_whole_asked = variant.experts.expert_tp is None or asked.expert_tp != "auto"
         is_microbatch_asked = bool(asked.microbatch_size or asked.num_microbatches)
         given = {
             "tp": (f"tp {variant.shape.tp}", asked.tp != "auto"),
             "pp": (f"pp {variant.shape.pp}", asked.pp != "auto"),
             "cp": (f"cp {variant.shape.cp}", asked.cp != "auto"),
-            "ep": (f"ep {variant.ep}", asked.ep != "auto"),
+            "ep": (f"ep {variant.experts}", asked.ep != "auto" and is_whole_asked),
             "sharding": (f"dp {variant.shape.dp}, {variant.sharding}", asked.zero_stage != "auto"),
             "schedule": (f"schedule {self._schedule}", asked.schedule != "auto"),
             "microbatch": (f"microbatch of {variant.microbatch_size}", is_microbatch_asked),

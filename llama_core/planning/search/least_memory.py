@@ -14,7 +14,7 @@ from llama_core.errors import ConfigError, DoesNotFitError, PlanError
 from llama_core.planning.memory.verdict import FILL_LIMIT
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.program.operations import FP32_BYTES, itemsize_of
-from llama_core.planning.search.candidates import Candidates, Shape, Sharding, Variant
+from llama_core.planning.search.candidates import Candidates, ExpertRanks, Shape, Sharding, Variant
 from llama_core.planning.search.fitting import Fitting
 from llama_core.schedules.registry import schedule_type
 from llama_core.units import GB, format_bytes
@@ -104,10 +104,10 @@ def least_devices(config: RunConfig, device: DeviceSpec) -> Least | None:
 
 def _variants_of_least_memory(candidates: Candidates, keep: Callable[[Variant], bool]) -> Iterator[Variant]:
     """Yield the smallest variant of every shape and division of the states, the highest ZeRO stage first."""
-    smallest: dict[tuple[Shape, Sharding, int], Variant] = {}
+    smallest: dict[tuple[Shape, Sharding, ExpertRanks], Variant] = {}
     most_offload = candidates.offloads()[-1]
     for variant in filter(keep, candidates.variants(most_offload)):
-        key = variant.shape, variant.sharding, variant.ep
+        key = variant.shape, variant.sharding, variant.experts
         if key not in smallest or _held(candidates, variant) < _held(candidates, smallest[key]):
             smallest[key] = variant
     yield from sorted(smallest.values(), key=lambda variant: -variant.sharding.zero_stage)

@@ -81,10 +81,10 @@ def _with_microbatch(
         busy = [size for size in legal if candidates.num_microbatches(shape, size) >= least]
     sharding = _sharding(candidates, shape)
     order = _order(candidates, shape)
-    ep = candidates.expert_parallel(shape, sharding)[0]  # one, if it is not asked for
+    experts = candidates.expert_ranks(shape, sharding)[0]  # one, if it is not asked for
     # if none is legal, building the plan reports what is wrong with the last
     tried = busy or legal[-1:] or sizes[-1:]
-    plans = [candidates.plan(Variant(shape, sharding, ep, order, size, offload)) for size in tried]
+    plans = [candidates.plan(Variant(shape, sharding, experts, order, size, offload)) for size in tried]
     *larger, smallest = plans
     return next(filter(fitting.fits, larger), smallest)
 
