@@ -230,6 +230,7 @@ def test_every_rank_reads_its_part_of_its_experts(tmp_path, dense):
         ParallelPlan(tp=2, dp_shard=2, ep=2, zero_stage=3),
         ParallelPlan(dp_shard=4, ep=2, zero_stage=3),
         ParallelPlan(dp_shard=4, zero_stage=3),
+        ParallelPlan(tp=2, expert_tp=1, ep=4, dp_shard=2, zero_stage=3),
     ):
         assert run_ranks(4, fill, source, plan) == [[]] * 4
 
