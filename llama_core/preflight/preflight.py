@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from llama_core.errors import RunDirectoryError
-from llama_core.parallel.ranks import on_first_rank
+from llama_core.parallel.ranks import is_first_rank, on_first_rank
 from llama_core.preflight.checks import AMOUNTS, CLOCK_SECONDS, PRODUCT, Check
 from llama_core.preflight.measure import measure_rank
 from llama_core.preflight.outliers import outliers
@@ -40,6 +40,8 @@ def measured_machines(run: RunDirectory, device: torch.device, hosts: Sequence[s
     started_at = now()
     began = time.perf_counter()
     ranks = on_first_rank(measure_rank(run.logs, device, hosts))
+    if not is_first_rank():
+        return PreflightRecord(started_at, 0.0, ())
     return PreflightRecord(
         started_at=started_at,
         seconds=time.perf_counter() - began,
