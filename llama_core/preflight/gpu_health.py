@@ -37,7 +37,9 @@ class HealthReader:
         try:
             import pynvml
         except ImportError:
-            self.unread = "memory errors and lowered clocks, because the package nvidia-ml-py is not installed"
+            self.unread = (
+                "memory errors and lowered clocks, because NVML's package is missing (pip install nvidia-ml-py)"
+            )
             return
         try:
             pynvml.nvmlInit()

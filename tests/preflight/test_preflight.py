@@ -3,7 +3,9 @@
 import contextlib
 import logging
 import random
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,18 +213,31 @@ class Nvml:
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
     NVMLError = RuntimeError
 
+    def nvmlInit(self):
+        """Begin."""
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        assert uuid == "GPU-4f-2"
+
     def __init__(self, reasons=0, errors=0, rows=(0, 0, False, False)):
         self.nvmlDeviceGetCurrentClocksEventReasons = lambda handle: reasons
         self.nvmlDeviceGetTotalEccErrors = lambda handle, kind, counter: errors
         self.nvmlDeviceGetRemappedRows = lambda handle: rows
 
 
-def looked_at(nvml):
-    reader = HealthReader.__new__(HealthReader)
-    reader.faults, reader.unread, reader._nvml, reader._handle = [], "", nvml, "gpu"
-    reader.look_at_clocks()
-    reader.look_at_memory()
-    return reader.faults
+@pytest.fixture
+def looked_at(monkeypatch):
+    """Look at the state of a GPU through a stand-in for pynvml, or None for none installed."""
+
+    def look(nvml):
+        monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="4f-2"))
+        reader = HealthReader(torch.device("cuda", 0))
+        reader.look_at_clocks()
+        reader.look_at_memory()
+        return reader
+
+    return look
 
 
 @pytest.mark.parametrize(
@@ -234,21 +249,29 @@ def looked_at(nvml):
         ({"rows": (0, 1, False, True)}, "a faulty row of its memory could not be replaced"),
     ],
 )
-def test_a_gpu_that_reports_a_fault_is_told_of(state, fault):
-    assert looked_at(Nvml(**state)) == [fault]
+def test_a_gpu_that_reports_a_fault_is_told_of(looked_at, state, fault):
+    assert looked_at(Nvml(**state)).faults == [fault]
 
 
-def test_a_gpu_at_its_power_cap_or_idle_is_well():
-    assert looked_at(Nvml(reasons=0x1 | 0x2 | 0x4 | 0x10)) == []
+def test_a_gpu_at_its_power_cap_or_idle_is_well(looked_at):
+    assert looked_at(Nvml(reasons=0x1 | 0x2 | 0x4 | 0x10)).faults == []
 
 
-def test_a_gpu_without_such_counters_is_well():
+def test_a_gpu_without_such_counters_is_well(looked_at):
     def refuse(*arguments):
         raise Nvml.NVMLError("Not Supported")
 
     nvml = Nvml()
     nvml.nvmlDeviceGetTotalEccErrors = nvml.nvmlDeviceGetRemappedRows = refuse
-    assert looked_at(nvml) == []
+    assert looked_at(nvml).faults == []
+
+
+def test_a_machine_without_nvml_says_what_is_not_looked_at_and_what_to_install(looked_at):
+    reader = looked_at(None)
+    assert reader.faults == []
+    assert reader.unread == (
+        "memory errors and lowered clocks, because NVML's package is missing (pip install nvidia-ml-py)"
+    )
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
