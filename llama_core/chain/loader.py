@@ -257,6 +257,7 @@ def _with_group(
 def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callable[[], str]) -> str:
     """Join the group, train, and return the run's directory, which rank 0 chooses."""
     from llama_core.launch.rank.checks import check_own_device, check_ranks_agree
+    from llama_core.launch.rank.machines import check_machines
     from llama_core.parallel.ranks import from_first_rank, joined_ranks
 
     timeout_s = config.launch.collective_timeout_s
@@ -264,7 +265,9 @@ def _as_a_rank(config: RunConfig, device: str, loaders: "Loaders", path: Callabl
         run = RunDirectory(Path(from_first_rank(path())))
         own = load_config(run)
         check_own_device(own, load_plan(run))
-        check_ranks_agree(run, own)
+        facts = check_ranks_agree(run, own)
+        if own.launch.preflight != "off":
+            check_machines(run, own, [of_rank.host for of_rank in facts])
         train_in_process(run, loaders)
     return str(run.path)
 

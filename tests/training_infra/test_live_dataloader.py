@@ -14,6 +14,7 @@ import training_infra
 from llama_core.errors import ConfigError, RequestError, TrainingFailedError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.metrics import read_metrics
+from llama_core.records.preflight import read_preflights
 
 FEW_PARAMETERS = {"hidden_size": 32, "num_layers": 2, "ffn_size": 64, "head_dim": 8, "vocab_size": 128}
 QUICKLY = {"device": "cpu", "precision": "fp32", "tensorboard": False, "checkpoint_every": 0, "learning_rate": 1e-2}
@@ -173,7 +174,8 @@ def test_under_torchrun_the_started_processes_are_the_ranks(tmp_path, alone):
         first, again = json.loads((tmp_path / f"told-{rank}.json").read_text())
         assert first == pytest.approx(alone, rel=1e-4)
         assert len(again) == 1
-    assert len(list((tmp_path / "runs").iterdir())) == 2
+    runs = [RunDirectory(path) for path in (tmp_path / "runs").iterdir()]
+    assert [len(read_preflights(run)[0].ranks) for run in runs] == [2, 2]
 
 
 @pytest.mark.nightly
