@@ -103,26 +103,30 @@ class LocalOptimizer(Optimizer):
         for state in self.kind.states:
             if state.name not in kept:
                 kept[state.name] = torch.zeros_like(parameter)
-        gradient = prepared_gradient(parameter, self.grad_scale, self.found_inf)
+        (gradient,) = prepared_gradients([parameter], self.grad_scale, self.found_inf)
         happens = whether_it_happens(gradient, self.found_inf)
         states = [local_part(kept[state.name]) for state in self.kind.states]
         self.update(local_part(parameter), gradient, states, group, happens)
 
 
-def prepared_gradient(parameter: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
-    """Return this rank's part of a parameter's gradient, scaled in place, or set to 0 if it is not finite.
+def prepared_gradients(
+    parameters: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> list[Tensor]:
+    """Return this rank's parts of the gradients of parameters, scaled in place, or set to 0 if they are not finite.
 
     Args:
-        parameter: the parameter, with a gradient.
-        grad_scale: what the gradient is divided by; None for 1.
+        parameters: the parameters, with gradients.
+        grad_scale: what the gradients are divided by; None for 1.
         found_inf: 1 if the gradients are not finite, else 0; None if they are known to be.
     """
-    gradient = local_part(cast("Tensor", parameter.grad))
+    gradients = [local_part(cast("Tensor", parameter.grad)) for parameter in parameters]
     if grad_scale is not None:
-        gradient.div_(grad_scale)
+        torch._foreach_div_(gradients, grad_scale)
     if found_inf is not None:
-        gradient.masked_fill_(found_inf.bool(), 0)  # zero times what is not finite would not be zero
-    return gradient
+        is_skipped = found_inf.bool()
+        for gradient in gradients:
+            gradient.masked_fill_(is_skipped, 0)  # zero times what is not finite would not be zero
+    return gradients
 
 
 def whether_it_happens(like: Tensor, found_inf: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from llama_core.optimizers.muon import MUON, NUM_ITERATIONS, flops
 from llama_core.optimizers.traits import RATE, UPDATED_BY
 from llama_core.parallel.whole_matrices import at_owners, matrices_of
 from llama_core.training.bf16_moments import Bf16Moments
-from llama_core.training.local import KeepsDtypes, adamw_kernel, prepared_gradient, whether_it_happens
+from llama_core.training.local import KeepsDtypes, adamw_kernel, prepared_gradients, whether_it_happens
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic that an iteration applies to every singular value; steep at zero, and between 0.7 and 1.2 later."""
@@ -80,23 +80,25 @@ class Muon(KeepsDtypes):
         matrices = []
         weights: list[Tensor] = []
         happens = whether_it_happens(local_part(parameters[0]), self.found_inf)
-        for parameter in parameters:
+        # a launch of a factor takes as long as that of a matrix: each is computed once
+        of_gradient = happens * (1 - group["momentum"])
+        gradients = prepared_gradients(parameters, self.grad_scale, self.found_inf)
+        parts = [local_part(parameter) for parameter in parameters]
+        torch._foreach_mul_(parts, 1 - happens * group["lr"] * group["weight_decay"])
+        for parameter, gradient, weight in zip(parameters, gradients, parts, strict=True):
             kept = self.state[parameter]
             if not kept:
                 kept["momentum_buffer"] = torch.zeros_like(parameter)
             momentum = local_part(kept["momentum_buffer"])
-            gradient = prepared_gradient(parameter, self.grad_scale, self.found_inf)
-            momentum.lerp_(gradient, happens * (1 - group["momentum"]))
+            momentum.lerp_(gradient, of_gradient)
             update = gradient.lerp_(momentum, group["momentum"])  # Nesterov's look ahead
-            weight = local_part(parameter)
-            weight.mul_(1 - happens * group["lr"] * group["weight_decay"])
             matrices += matrices_of(parameter, update)
             weights += [weight] if parameter.ndim == 2 else weight.unbind()
         dtype = torch.bfloat16 if self.in_bf16 else happens.dtype
         for place, direction in at_owners(matrices, orthogonalised, work=lambda shape: flops(*shape), dtype=dtype):
             weight = weights[place]
             length = group["lr"] * scale(matrices[place].shape)
-            weight.addcmul_(direction.to(weight.dtype), happens, value=-length)
+            weight.addcmul_(direction, happens, value=-length)  # it widens what came in bf16
 
     def _adapt(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:

@@ -5,6 +5,7 @@ import torch
 from parity import ADAPTED, DORA, HYBRID, SPARSE, TIED, largest_differences
 from tiers import cases
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.run import RunConfig, TrainingConfig
@@ -144,3 +145,34 @@ def test_a_run_with_muon_holds_four_bytes_per_parameter_of_its_matrices():
     assert others == 2 * 128256 * 4096 + (2 * 32 + 1) * 4096
     assert config.checkpoint_bytes == 8 * matrices + 12 * others
     assert MUON.states_of(trained_parameters(config.spec)) == 4 * matrices + 8 * others
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that launch a kernel on CUDA."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        makes_view = isinstance(result, torch.Tensor) and result._is_view()
+        self.number += not makes_view and function.overloadpacket.__name__ not in {"unbind", "empty", "zeros_like"}
+        return result
+
+
+def launches_of_an_update(num_layers):
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(layer): nn.Linear(8, 8, bias=False) for layer in range(num_layers)})
+    optimizer = build_optimizer(model, TRAINING.model_copy(update={"precision": "bf16"}))
+    optimizer.grad_scale = torch.ones(())
+    optimizer.found_inf = torch.zeros(())
+    step(optimizer, model)
+    with Launches() as launches:
+        optimizer.step()
+    return launches.number
+
+
+def test_a_further_matrix_of_a_shape_takes_five_launches():
+    """Its gradient is cleared if it is not finite, both moving averages, the cast and the change."""
+    assert launches_of_an_update(5) - launches_of_an_update(2) == 3 * 5
