@@ -28,7 +28,7 @@ def has_cuda_build(python: Path) -> bool:
 
 
 def make_environment(folder: Path) -> Path:
-    """Return the Python of an environment with a CUDA build of torch, which is made unless it is there: some 7 GB.
+    """Return the Python of an environment with a CUDA build of torch, which is made unless it is there: some 5 GB.
 
     Raises:
         SystemExit: if pip cannot install it.
