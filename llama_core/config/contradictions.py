@@ -25,7 +25,7 @@ from llama_core.config.settings import (
     paths_of,
 )
 from llama_core.config.stages import TrainingStage, later_stages
-from llama_core.config.strategy import PARTS, LoRA
+from llama_core.config.strategy import PARTS, LoRA, MoE
 from llama_core.errors import Problem, not_one_of
 from llama_core.objectives.registry import OBJECTIVES, objective_keys
 from llama_core.optimizers.registry import OPTIMIZERS, optimizer_keys
@@ -47,6 +47,11 @@ def misfits(spec: ModelSpec, training: TrainingConfig, parallel: ParallelConfig)
     if parallel.expert_tp != "auto" and spec.moe is None:
         text = f" has no effect, because {spec.name} has no experts; leave it out"
         yield _wrong("parallel.expert_tp", parallel.expert_tp, text, "strategy", *_NAMED)
+    if spec.moe is not None and not spec.moe.balance_bias:
+        rate = spec.moe.balance_bias_rate
+        if rate != MoE.model_fields["balance_bias_rate"].default:
+            text = " has no effect without moe.balance_bias=true"
+            yield _wrong("moe.balance_bias_rate", rate, text, "moe.balance_bias")
     seq_len = training.seq_len
     longest = spec.max_context
     if seq_len and seq_len > longest:

@@ -336,10 +336,7 @@ class MoE(_Strategy):
         if isinstance(layers, tuple) and len(set(layers)) < max(1, len(layers)):
             text = " must name at least one layer, and none twice"
             yield Problem(text, "moe_layers", str(list(layers)), ("moe_layers",))
-        rate = self.balance_bias_rate
-        if not self.balance_bias and rate != type(self).model_fields["balance_bias_rate"].default:
-            text = " has no effect without balance_bias=true"
-            yield Problem(text, "balance_bias_rate", str(rate), ("balance_bias_rate", "balance_bias"))
+
         if self.num_experts % self.expert_groups:
             legal = ", ".join(map(str, divisors(self.num_experts)))
             text = f" does not divide num_experts={self.num_experts}; use one of {legal}"

@@ -175,7 +175,7 @@ def test_other_adapters_make_another_run():
         ),
         (
             {"strategy": "moe", "moe": {"balance_bias_rate": 0.1}},
-            "balance_bias_rate=0.1 has no effect without balance_bias=true",
+            "moe.balance_bias_rate=0.1 has no effect without moe.balance_bias=true",
         ),
         (
             {"strategy": "moe", "moe": {"num_experts": 8, "groups_per_token": 2}},
