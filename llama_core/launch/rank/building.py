@@ -24,13 +24,7 @@ from llama_core.launch.rank.checks import (
 from llama_core.launch.rank.loader import loader_trainer, unpickled
 from llama_core.launch.rank.machines import check_machines
 from llama_core.models.batch import Batch
-from llama_core.parallel.ranks import (
-    from_first_rank,
-    is_first_rank,
-    joined_ranks,
-    one_per_machine_first,
-    own_rank,
-)
+from llama_core.parallel.ranks import from_first_rank, is_first_rank, joined_ranks, one_per_machine_first, own_rank
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.activity import record_activity
 from llama_core.records.data_changes import read_data_changes, record_data_change

@@ -108,11 +108,7 @@ def start_again(
     if restart + 1 >= max_attempts:
         record_surrender(run, job, attempt, verdict, _too_many(launcher, max_attempts))
         return False
-    record_requeue(run, job, attempt, verdict)
-    if not surroundings.queue_again(job):
-        record_surrender(run, job, attempt, verdict, f"{launcher.title} did not queue the job again")
-        return False
-    return True
+    return _queued_again(run, job, attempt, verdict, surroundings)
 
 
 def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surroundings: Surroundings) -> bool:
@@ -124,7 +120,6 @@ def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surround
         restart: number of earlier starts of the job.
         surroundings: what the ranks of the job find around them.
     """
-    launcher = LAUNCHERS.named(job.launcher)
     attempt = current_attempt(run, job)
     checks = read_preflights(run)
     if attempt is None or attempt.restart != restart or is_cancellation_requested(run, job) or not checks:
@@ -138,14 +133,24 @@ def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surround
     status = _answer(job, surroundings)
     if status is not None and not surroundings.is_running(status):  # somebody has cancelled it, or queued it again
         return False
-    record_requeue(run, job, attempt, verdict)
-    if not surroundings.queue_again(job):
-        record_surrender(run, job, attempt, verdict, f"{launcher.title} did not queue the job again")
+    if not _queued_again(run, job, attempt, verdict, surroundings):
         return False
     if not surroundings.exclude(job, nodes):
-        why = f"{launcher.title} queued the job again, but did not exclude {', '.join(nodes)}"
+        why = f"{LAUNCHERS.named(job.launcher).title} queued the job again, but did not exclude {', '.join(nodes)}"
         record_requeue(run, job, attempt, replace(verdict, reason=f"{verdict.reason}; {why}"))
     return True
+
+
+def _queued_again(
+    run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, surroundings: Surroundings
+) -> bool:
+    """Queue a job again and record why; return whether its scheduler did."""
+    record_requeue(run, job, attempt, verdict)
+    if surroundings.queue_again(job):
+        return True
+    title = LAUNCHERS.named(job.launcher).title
+    record_surrender(run, job, attempt, verdict, f"{title} did not queue the job again")
+    return False
 
 
 def _preempted(launcher: LauncherType) -> Verdict:

@@ -202,7 +202,8 @@ class Layer(AttentionProgram):
         per_token = moe.experts_per_token
         own_tokens = self.sizes[whole].elements // self.spec.hidden_size
         rows = rows_of_hops(moe, own_tokens, num_nodes=setting.ep_nodes, num_ranks=setting.ep)
-        tokens, chosen = whole, self.result("decide", [chosen], Size(own_tokens * per_token, INT32_BYTES))
+        tokens = whole
+        chosen = self.result("decide", [chosen], Size(own_tokens * per_token, INT32_BYTES))
         ways: list[tuple[Axis, int, int, int, int]] = []
         hops: tuple[tuple[Axis, int, int, int], ...] = (
             ("ep_nodes", setting.ep_nodes, own_tokens, rows.to_nodes),
@@ -217,7 +218,9 @@ class Layer(AttentionProgram):
             its_gates = self.exchange_over(axis, self.spread(gates, row, num_tokens, num_rows))
             its_chosen = self.result("decide", [chosen, token], Size(num_rows * per_token, INT32_BYTES))
             self.end(tokens, gates, chosen)
-            tokens, gates, chosen = arrived, its_gates, its_chosen
+            tokens = arrived
+            gates = its_gates
+            chosen = its_chosen
         row, token = self.slots(chosen, rows.to_ranks, per_token, rows.to_experts)
         # a part of the sorted slots
         used = self.result("decide", [chosen], self.sizes[row])
