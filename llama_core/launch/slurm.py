@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 from llama_core.launch.scheduler import JobStatus
@@ -123,28 +124,36 @@ def queued_job(user: int, name: str, comment: str) -> str | None:
 
 def requeue(job_id: str) -> bool:
     """Queue a running job again, under the same id; return whether Slurm agreed."""
-    answer = _slurm("scontrol", "requeue", job_id)
-    return answer is not None and answer.returncode == 0
+    with _outliving_sigterm():
+        return _agrees(_slurm("scontrol", "requeue", job_id))
 
 
 def exclude(job_id: str, nodes: Sequence[str]) -> bool:
     """Keep a job that was queued again off some nodes, and off those that it has excluded before.
 
     Slurm changes this only of jobs that wait, and one that was queued again waits at once, though its processes still
-    end. Slurm ends them by SIGTERM, which this question to Slurm must outlive.
+    end.
 
     Returns:
         Whether Slurm agreed.
     """
-    shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
-    before = re.search(r"(?<!\S)ExcNodeList=(?!\(null\))(\S+)", shown.stdout) if shown else None
-    excluded = ",".join([*([before[1]] if before else []), *nodes])
+    with _outliving_sigterm():
+        shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+        if shown is None or shown.returncode:  # what is excluded already would be lost
+            return False
+        before = re.search(r"(?<!\S)ExcNodeList=(?!\(null\))(\S+)", shown.stdout)
+        excluded = ",".join([*([before[1]] if before else []), *nodes])
+        return _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"))
+
+
+@contextmanager
+def _outliving_sigterm() -> Iterator[None]:
+    """Let the block's questions to Slurm outlive SIGTERM, by which it ends all processes of a job it queues again."""
     was_blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child inherits it
     try:
-        answer = _slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}")
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, was_blocked)
-    return answer is not None and answer.returncode == 0
 
 
 def cancel(job_id: str) -> None:
@@ -240,6 +249,10 @@ def cluster_name() -> str:
     answer = _slurm("scontrol", "show", "config")
     found = re.search(r"^ClusterName\s*= (\S+)", answer.stdout, re.MULTILINE) if answer else None
     return found[1] if found else ""
+
+
+def _agrees(answer: subprocess.CompletedProcess[str] | None) -> bool:
+    return answer is not None and answer.returncode == 0
 
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:

@@ -1,6 +1,9 @@
 """A job starts again once without nodes that fell behind, if those are few."""
 
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -157,3 +160,26 @@ def test_nodes_that_a_job_has_excluded_stay_excluded(monkeypatch, before, exclud
     monkeypatch.setattr(commands, "_slurm", answer)
     assert commands.exclude("812", ("n5",))
     assert said[-1] == ("scontrol", "update", "JobId=812", f"ExcNodeList={excluded}")
+
+
+def test_an_exclusion_that_would_replace_others_is_left_out(monkeypatch):
+    said = []
+
+    def no_answer(*command):
+        said.append(command[1])
+        return subprocess.CompletedProcess(command, -signal.SIGTERM, "", "")
+
+    monkeypatch.setattr(commands, "_slurm", no_answer)
+    assert not commands.exclude("812", ("n5",))
+    assert said == ["--oneliner"]
+
+
+def test_questions_about_a_job_that_is_queued_again_outlive_the_signal_that_ends_it(monkeypatch):
+    def answer(*command):
+        ended_by = subprocess.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], check=False)
+        return subprocess.CompletedProcess(command, ended_by.returncode, "", "")
+
+    monkeypatch.setattr(commands, "_slurm", answer)
+    assert commands.requeue("812")
+    assert commands.exclude("812", ("n5",))
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

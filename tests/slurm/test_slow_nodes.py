@@ -10,15 +10,16 @@ from llama_core.config.run import RunConfig
 from llama_core.records.preflight import read_preflights
 
 SLOW_RANK = """
-import os
+import os, time
 if os.environ.get("RANK") == "1":
-    os.environ["MKL_CBWR"] = "COMPATIBLE"  # MKL then leaves out all newer instructions
+    seconds = time.perf_counter
+    time.perf_counter = lambda: 6 * seconds()
 """
 
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Submit a run whose second rank multiplies three times as slowly, wherever it is."""
+    """Submit a run whose second rank takes six times as long for all that it times, wherever it is."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_RANK)
     paths = [str(tmp_path / "slow"), *filter(None, [os.getenv("PYTHONPATH")])]
