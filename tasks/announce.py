@@ -1,8 +1,11 @@
 """Output of a flow while it runs: lines on the terminal and in Prefect's log, and artifacts in Prefect's UI."""
 
 import logging
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 import httpx
 from prefect.exceptions import ObjectNotFound, ParameterTypeError
@@ -53,5 +56,36 @@ def lines_where_they_are_read() -> Iterator[None]:
 @contextmanager
 def unless_the_server_is_away(retries: int = ARTIFACT_RETRIES) -> Iterator[None]:
     """Continue without the block's artifact if the server does not take it: a missing artifact must not end a run."""
-    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}), suppress(httpx.HTTPError, ObjectNotFound):
+    with (
+        _interrupt_held(),
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}),
+        suppress(httpx.HTTPError, ObjectNotFound),
+    ):
         yield
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block; a second one interrupts at once.
+
+    While Prefect writes its settings, pydantic turns a ``KeyboardInterrupt`` into an error of its own: the run would
+    end with a traceback, and its job would go on.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    held: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            before(number, frame)
+        held.append(frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if len(held) == 1:
+            before(signal.SIGINT, held[0])

@@ -1,8 +1,11 @@
 """The artifact of a run on its flow run's page, without a server."""
 
 import re
+import signal
 from types import SimpleNamespace
 
+import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from step_record import record
@@ -10,6 +13,7 @@ from step_record import record
 from llama_core.errors import CancelledError, StoppedError, TrainingFailedError
 from llama_core.records.directory import RunDirectory
 from tasks import run_page
+from tasks.announce import unless_the_server_is_away
 from tasks.endings import ended_by
 from tasks.run_page import RENEWAL_SECONDS, Renewal, artifact_key
 
@@ -37,3 +41,17 @@ def test_the_key_of_a_run_is_its_name(tmp_path):
 def test_a_run_that_somebody_stopped_is_cancelled_and_has_not_failed():
     ends = {error: ended_by(error("why")).name for error in (CancelledError, StoppedError, TrainingFailedError)}
     assert ends == {CancelledError: "Cancelled", StoppedError: "Cancelled", TrainingFailedError: "Failed"}
+
+
+def test_an_interrupt_waits_for_an_artifact_and_a_second_one_does_not():
+    done = []
+    with pytest.raises(KeyboardInterrupt), unless_the_server_is_away():
+        signal.raise_signal(signal.SIGINT)
+        done.append("once")
+        raise httpx.ConnectError("the server is away")
+    with pytest.raises(KeyboardInterrupt), unless_the_server_is_away():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("twice")
+    assert done == ["once"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
