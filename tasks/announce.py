@@ -78,14 +78,13 @@ def _interrupt_held() -> Iterator[None]:
     held: list[FrameType | None] = []
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            before(number, frame)
         held.append(frame)
+        signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if len(held) == 1:
+        if held:
             before(signal.SIGINT, held[0])

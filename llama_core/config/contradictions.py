@@ -43,7 +43,7 @@ _GPUS = ("parallel.gpus", "parallel.tp", "parallel.pp", "parallel.cp")
 
 
 def misfits(spec: ModelSpec, training: TrainingConfig, parallel: ParallelConfig) -> Iterator[Problem]:
-    """Yield what a model is too short, too deep or too shallow for, or has no experts for."""
+    """Yield what a model is too short, too deep or too shallow for, and what is asked of experts without effect."""
     if parallel.expert_tp != "auto" and spec.moe is None:
         text = f" has no effect, because {spec.name} has no experts; leave it out"
         yield _wrong("parallel.expert_tp", parallel.expert_tp, text, "strategy", *_NAMED)

@@ -336,7 +336,6 @@ class MoE(_Strategy):
         if isinstance(layers, tuple) and len(set(layers)) < max(1, len(layers)):
             text = " must name at least one layer, and none twice"
             yield Problem(text, "moe_layers", str(list(layers)), ("moe_layers",))
-
         if self.num_experts % self.expert_groups:
             legal = ", ".join(map(str, divisors(self.num_experts)))
             text = f" does not divide num_experts={self.num_experts}; use one of {legal}"
