@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from llama_core.config.hardware import DeviceSpec, recognise_gpu
+from llama_core.config.hardware import CORE_BANDWIDTH, CORE_FLOPS, DeviceSpec, processor, recognise_gpu
 from llama_core.config.measured_rates import Measured, MeasuredRates, Sizes
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.machine.detect import available_cores, device_label, software_versions
 from llama_core.records.files import cache_directory, now, read_json, write_json
-from llama_core.units import GIB, counted
+from llama_core.units import counted
 
 DeviceKind = Literal["cpu", "cuda"]
 _SOFTWARE = ("torch",)
@@ -77,18 +77,8 @@ class MachineProfile:
     def cpu(self, num_ranks: int) -> DeviceSpec:
         """Return the device that ranks on this machine's processor compute on, as many at once."""
         rates = {number: one for number, one in self.rates.items() if one.kinds}
-        return DeviceSpec(
-            "cpu",
-            self.device,
-            bf16_flops=1.0,  # a peak that nothing measured asks for
-            memory_bytes=GIB,
-            memory_bandwidth=1.0,
-            link_bandwidth=0.0,
-            gpus_per_node=num_ranks,
-            is_gpu=False,
-            measured=rates,
-            source=self.told_by,
-        )
+        typical = processor(self.device, self.cores * CORE_FLOPS, self.cores * CORE_BANDWIDTH, num_ranks)
+        return replace(typical, measured=rates, source=self.told_by)
 
     def gpu(self) -> DeviceSpec:
         """Return the device as the data sheet has it, with what was measured.

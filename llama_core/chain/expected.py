@@ -1,18 +1,18 @@
 """How long a run will take, said before it starts and while somebody waits for its first step."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 
 from llama_core.calibration.demand import device_for, is_measurable
-from llama_core.config.hardware import DeviceSpec
+from llama_core.config.hardware import CORE_BANDWIDTH, CORE_FLOPS, DeviceSpec, processor
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import ConfigError, TrainingInfraError
 from llama_core.imports import importing_torch
 from llama_core.planning.before import forwards_before_run, forwards_before_step, spec_before_run
 from llama_core.planning.plan import ParallelPlan
+from llama_core.planning.time.links import node_size
 from llama_core.planning.time.step_time import (
     forward_flops_per_token,
     forward_time_of,
@@ -26,7 +26,7 @@ from llama_core.records.files import intact, read_json, read_typed, write_json
 from llama_core.records.measurements import ExpectedProduct, ExpectedStep
 from llama_core.runs.console import say
 from llama_core.runs.loading import load_config, load_plan
-from llama_core.units import TFLOP, counted, format_duration
+from llama_core.units import GB, TFLOP, counted, format_duration
 
 SLOW_STEP_SECONDS = 180.0
 """Steps expected to take longer are announced."""
@@ -35,21 +35,22 @@ LONG_RUN_SECONDS = 3600.0
 WORTH_MEASURING_SECONDS = 10.0
 """The operations of a step are measured for a run that should take longer. That takes some steps' time: those of a step
 that takes as long by itself are not measured."""
-CPU_SHARE = 0.5
-"""Share of the rate of large matrix products that a whole step reaches on a CPU.
-
-1830 tokens/s of the 50M model at 2048 tokens are 73 % of two cores' rate in bf16, 1390 without compilation 56 %.
-"""
-CORE_RATE = 6e10
-"""FLOP/s of a core of another machine's CPU in large fp32 products; machines differ by a factor of three."""
 _QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, fewer --steps, or a GPU"
 
 
-def rough_step(config: RunConfig, plan: ParallelPlan, flops_per_second: float) -> ExpectedStep:
-    """Return the step that follows from the rate of large matrix products, of all ranks together."""
-    flops = _step_flops(config, plan)
-    told_by = f"it multiplies matrices at {flops_per_second / TFLOP:.2f} TFLOP/s, and a step reaches about half of that"
-    return ExpectedStep(flops / (CPU_SHARE * flops_per_second), flops, told_by)
+def rough_step(config: RunConfig, plan: ParallelPlan, product_flops: float, bandwidth: float) -> ExpectedStep:
+    """Return the step that follows from no more than two rates of a CPU.
+
+    Args:
+        config: the resolved configuration.
+        plan: its plan.
+        product_flops: FLOP/s of large matrix products on all cores of a machine.
+        bandwidth: bytes per second that copies on all of its cores read and write.
+    """
+    device = processor("a CPU", product_flops, bandwidth, node_size(config, plan.world_size))
+    step, kinds = step_by_kind(config, plan, device)
+    told_by = f"it multiplies matrices at {product_flops / TFLOP:.2f} TFLOP/s and copies {bandwidth / GB:.0f} GB/s"
+    return ExpectedStep(step.total, _step_flops(config, plan), told_by, kinds, "two rates")
 
 
 def step_here(
@@ -64,7 +65,7 @@ def step_here(
             does not know them. They are only for a run that lasts longer than that.
         tell: called with a line that says why the profile is not used.
     """
-    rough = rough_step(config, plan, _rate_here(config.training.precision))
+    rough = rough_step(config, plan, *_rates_here(config.training.precision))
     if not is_measurable(config, plan):
         return replace(rough, rates="unmodelled")
     steps = config.training.steps or LONG_RUN_SECONDS
@@ -136,9 +137,7 @@ def expected_time(run: RunDirectory) -> str:
 
 def _recorded_step(run: RunDirectory, config: RunConfig, plan: ParallelPlan) -> ExpectedStep:
     """Return the step that ``record_expected_step`` has recorded, or else what it would be without measuring."""
-    if run.expected.exists():
-        return read_typed(run.expected, ExpectedStep)
-    return step_on_gpu(config, plan) if config.launch.device == "cuda" else step_here(config, plan, may_measure=False)
+    return read_typed(run.expected, ExpectedStep) if run.expected.exists() else _step_of(config, plan)
 
 
 def _reference_tokens(run: RunDirectory, config: RunConfig) -> float:
@@ -186,18 +185,33 @@ def _computes_here(config: RunConfig) -> bool:
 
 
 def record_expected_step(run: RunDirectory) -> None:
-    """Record how long a step should take, by part: for a run on GPUs, or on this machine's CPU.
-
-    The reports compare it with what the steps took.
-    """
+    """Record how long a step should take, by part. The reports compare it with what the steps took."""
     config = load_config(run)
     plan = load_plan(run)
-    if config.launch.device == "cuda":
-        with suppress(ConfigError):  # a GPU whose rates nobody knows
-            write_json(run.expected, _with_product(step_on_gpu(config, plan), config, plan))
-    elif _computes_here(config):
-        step = step_here(config, plan, may_measure=True, tell=partial(say, "note"))
+    try:
+        step = _step_of(config, plan, may_measure=True, tell=partial(say, "note"))
         write_json(run.expected, _with_product(step, config, plan))
+    except ConfigError:
+        if config.launch.device == "cpu":  # the profile that the user names
+            raise
+        # else a GPU whose rates nobody knows
+
+
+def _step_of(
+    config: RunConfig, plan: ParallelPlan, *, may_measure: bool = False, tell: Callable[[str], None] = lambda text: None
+) -> ExpectedStep:
+    """Return the step of a run where it computes: on GPUs, on this machine's CPU, or on another's.
+
+    Raises:
+        ConfigError: as ``step_on_gpu`` and ``measured_step`` do.
+    """
+    if config.launch.device == "cuda":
+        return step_on_gpu(config, plan)
+    if config.launch.is_here:
+        return step_here(config, plan, may_measure=may_measure, tell=tell)
+    cores = node_size(config, plan.world_size) * config.launch.request.cores_of_a_rank("cpu")
+    assumed = rough_step(config, plan, cores * CORE_FLOPS, cores * CORE_BANDWIDTH)
+    return measured_step(config, plan, tell=tell) or replace(assumed, rates="assumed", told_by=f"if {assumed.told_by}")
 
 
 def _with_product(step: ExpectedStep, config: RunConfig, plan: ParallelPlan) -> ExpectedStep:
@@ -289,11 +303,7 @@ def _step(run: RunDirectory) -> str:
     plan = load_plan(run)
     reference_tokens = _reference_tokens(run, config)
     if config.launch.device == "cpu":
-        if config.launch.is_here:
-            step = _recorded_step(run, config, plan)
-        else:
-            cores = plan.world_size * config.launch.request.cores_of_a_rank("cpu")
-            step = measured_step(config, plan) or rough_step(config, plan, cores * CORE_RATE)
+        step = _recorded_step(run, config, plan)
         roughly = "roughly" if step.is_rough else "about"
         before = _before_the_first(_reference_seconds(config, reference_tokens, step))
         return f"a step of {step.flops / TFLOP:.3g} TFLOP takes {roughly} {format_duration(step.seconds)}{before}"
@@ -318,9 +328,12 @@ def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:
 
 
 @cache
-def _rate_here(precision: Precision) -> float:
-    """Return the FLOP/s of this machine's matrix products, measured once: before a run takes its processors."""
-    with importing_torch():
-        from llama_core.training.measure import product_rate
+def _rates_here(precision: Precision) -> tuple[float, float]:
+    """Return the rates of this machine's matrix products and copies, measured once: before a run takes its processors.
 
-    return product_rate(precision)
+    Their units are FLOP/s, and bytes read and written per second.
+    """
+    with importing_torch():
+        from llama_core.training.measure import copy_rate, product_rate
+
+    return product_rate(precision), copy_rate()

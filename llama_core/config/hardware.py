@@ -25,6 +25,18 @@ PCIE_BANDWIDTH = 32 * GB
 INTER_NODE_BANDWIDTH = 50 * GB
 """One NDR InfiniBand NIC per GPU, bytes per second each way."""
 GPUS_PER_NODE = 8
+KERNEL_SECONDS = 5e-6
+"""Shortest time of a kernel on a GPU: its launch from Python, while the GPU computes."""
+CORE_FLOPS = 6e10
+"""FLOP/s of a core of an unknown CPU in large fp32 products; machines differ by a factor of three."""
+CORE_BANDWIDTH = 5 * GB
+"""Bytes per second that a core of an unknown CPU reads and writes."""
+CALL_SECONDS = 10e-6
+"""Time of a call on a CPU besides its work: Python, autograd and the start of threads."""
+ATTENTION_SHARE_OF_CPU = 0.3
+"""Share of the rate of large matrix products that attention reaches on a CPU, counting only the scores it computes."""
+LINK_SHARE_OF_CPU = 0.25
+"""Bytes that gloo sends between two ranks of a machine, for each that a copy reads or writes meanwhile."""
 MAX_DEVICES = 2**20
 """Most devices of a run: far more than any run has used."""
 
@@ -64,6 +76,8 @@ class DeviceSpec:
     """Workspace that torch gives to a cuBLAS handle on a stream. Source: torch, ``CublasHandlePool.cpp``."""
     is_gpu: bool = True
     """Whether it runs CUDA's kernels; a CPU does not."""
+    launch_seconds: float = KERNEL_SECONDS
+    """What it takes Python to call a kernel. A GPU computes meanwhile, a CPU does not."""
     measured: Mapping[int, MeasuredRates] = field(default_factory=dict, compare=False, repr=False)
     """What its operations were measured to take, by the number of ranks that compute on a machine at once. Empty where
     all is from the data sheet."""
@@ -113,6 +127,33 @@ def _device(
         causal_share=shares[2],
         gpus_per_node=in_node,
         workspace_bytes=round(workspace_mib * MIB),
+    )
+
+
+def processor(label: str, product_flops: float, bandwidth: float, num_ranks: int) -> DeviceSpec:
+    """Return a CPU as each of the ranks that share it has it.
+
+    Args:
+        label: its name.
+        product_flops: FLOP/s of a large matrix product on all of its cores.
+        bandwidth: bytes per second that a copy on all of its cores reads and writes.
+        num_ranks: the ranks that share it.
+    """
+    own_flops, own_bandwidth = product_flops / num_ranks, bandwidth / num_ranks
+    return DeviceSpec(
+        "cpu",
+        label,
+        bf16_flops=own_flops,
+        fp32_flops=own_flops,
+        memory_bytes=GIB,
+        memory_bandwidth=own_bandwidth,
+        link_bandwidth=own_bandwidth * LINK_SHARE_OF_CPU,
+        matmul_share=1.0,
+        attention_share=ATTENTION_SHARE_OF_CPU,
+        causal_share=ATTENTION_SHARE_OF_CPU,
+        gpus_per_node=num_ranks,
+        is_gpu=False,
+        launch_seconds=CALL_SECONDS,
     )
 
 

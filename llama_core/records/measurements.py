@@ -19,9 +19,9 @@ NAMED_LOSS = "eval_loss/"
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time above zero, so that it can be a divisor."""
-RatesOrigin = Literal["operations", "data sheet", "matrix products", "unmodelled"]
+RatesOrigin = Literal["operations", "data sheet", "two rates", "unmodelled", "assumed"]
 """Where the rates of a predicted step come from: the machine's operations, each measured; the device's data sheet; the
-machine's matrix products alone; or these because no others are modelled for such a run."""
+machine's matrix products and copies alone; these because no others are modelled for such a run; or those of any CPU."""
 
 
 @dataclass(frozen=True)
@@ -134,15 +134,15 @@ class ExpectedStep:
     sheet."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The seconds of its parts, by kind of work (``step_parts``); empty if only the whole is known."""
-    rates: RatesOrigin = "matrix products"
+    rates: RatesOrigin = "two rates"
     """Where the rates come from."""
     product: ExpectedProduct | None = None
     """What a rank's device should take by itself; None for a processor of which no product was measured."""
 
     @property
     def is_rough(self) -> bool:
-        """Whether it is no more than FLOPs over a rate."""
-        return not self.parts
+        """Whether it follows from two rates of a CPU alone."""
+        return self.rates not in {"operations", "data sheet"}
 
     @property
     def flops_per_second(self) -> float:

@@ -179,7 +179,9 @@ def remedy(
     calibrate = "training-infra calibrate --device cuda" if on_gpu else "training-infra calibrate"
     if expected.rates == "data sheet":
         return Remedy(calibrate, "measures this GPU: the prediction is from its data sheet")
-    if expected.rates == "matrix products":
+    if expected.rates == "assumed":
+        return Remedy(f"{calibrate} --out FILE", "measures the machine it runs on, for --machine-profile")
+    if expected.rates == "two rates":
         return Remedy(calibrate, "measures this machine's operations, so that every part is predicted")
     return _remedy_of_part(step, config, plan, run, calibrate)
 

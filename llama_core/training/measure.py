@@ -34,6 +34,8 @@ SHARE_OF_SAMPLES = 0.02
 """Most of the time that is spent on looking."""
 PRODUCT_SIDE = 1024
 """Rows and columns of the matrices that ``product_rate`` multiplies."""
+COPIED_BYTES = 64 * MIB
+"""More than the caches of a CPU hold."""
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -322,12 +324,24 @@ def product_rate(precision: Precision) -> float:
     return _product_rate(torch.float32 if precision == "fp32" else torch.bfloat16, torch.get_num_threads())
 
 
+def copy_rate() -> float:
+    """Return the bytes per second that copies on the CPU read and write."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / _fastest(lambda: target.copy_(source))
+
+
 @cache
 def _product_rate(dtype: torch.dtype, num_threads: int) -> float:
     one = torch.ones(PRODUCT_SIDE, PRODUCT_SIDE, dtype=dtype)
+    return 2 * PRODUCT_SIDE**3 / _fastest(lambda: one @ one)
+
+
+def _fastest(run: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of four runs, of which the first one sets up."""
     best = float("inf")
-    for _ in range(4):  # the first one sets up the kernel
+    for _ in range(4):
         began = time.perf_counter()
-        one @ one
+        run()
         best = min(best, time.perf_counter() - began)
-    return 2 * PRODUCT_SIDE**3 / best
+    return best

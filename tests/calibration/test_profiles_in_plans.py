@@ -17,7 +17,7 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.machine.detect import software_versions
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES
-from llama_core.planning.time.kernels import HALF_RATE_DIM, KERNEL_SECONDS
+from llama_core.planning.time.kernels import HALF_RATE_DIM
 from llama_core.planning.time.step_time import step_time_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
@@ -125,7 +125,7 @@ class SheetRates(MeasuredRates):
     def seconds(self, kind, sizes):
         words = kind.split()
         if kind == "launch":
-            return KERNEL_SECONDS
+            return H200.launch_seconds
         if kind == "copy":
             return sizes[0] / (H200.memory_bandwidth * MEMORY_SHARE)
         if "product" not in kind:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llama_core.chain.expected import CORE_RATE, CPU_SHARE
-from llama_core.config.hardware import DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.chain.expected import rough_step
+from llama_core.config.hardware import CORE_BANDWIDTH, CORE_FLOPS, DEFAULT_GPU_TYPE, gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.planning.time.step_time import hardware_flops_per_token
+from llama_core.planning.plan import ParallelPlan
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = {one["name"]: one for one in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
@@ -40,6 +40,6 @@ def test_a_deployment_for_gpus_says_which_it_needs(name):
 def test_a_run_that_is_deployed_for_cpus_takes_minutes_on_two_cores(name):
     config = config_of(name)
     num_steps = config.training.steps + config.benchmark.warmup_steps + config.benchmark.steps
-    num_tokens = num_steps * config.batch_size * config.seq_len
-    flops = num_tokens * hardware_flops_per_token(config.spec, config.seq_len, "none")
-    assert flops / (CPU_SHARE * 2 * CORE_RATE) < 15 * 60
+    plan = ParallelPlan(num_microbatches=config.batch_size)
+    step = rough_step(config, plan, 2 * CORE_FLOPS, 2 * CORE_BANDWIDTH)
+    assert num_steps * step.seconds < 15 * 60

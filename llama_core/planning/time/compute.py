@@ -65,6 +65,8 @@ class StageCompute:
             compiles=work.plan.compile,
             # ``fully_shard`` reduces them instead
             added_share=0.0 if work.plan.uses_fully_shard else 1 - 1 / work.plan.num_microbatches,
+            launch_seconds=device.launch_seconds,
+            computes_meanwhile=device.is_gpu,
         )
         self.casts_once = work.setting.is_mixed_precision and work.plan.keeps_cast_weights
         """Whether weights are cast when they are updated, not at every use."""

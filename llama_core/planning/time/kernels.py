@@ -33,8 +33,6 @@ HALF_RATE_DIM = 128
 A product is computed in tiles of about this many rows and columns. NVIDIA 2023, *Matrix Multiplication Background
 User's Guide*, sections 3 and 4.
 """
-KERNEL_SECONDS = 5e-6
-"""Shortest time of a kernel: its launch from Python."""
 FP8_ROUNDING_BYTES = {False: 9, True: 5}
 """Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,
 and written in one byte; in eager mode the scaled number is also written and read."""
@@ -88,6 +86,10 @@ class Rates:
     """Whether blocks are compiled."""
     added_share: float
     """Share of microbatches whose gradients of weights are added to those of earlier ones."""
+    launch_seconds: float
+    """The time in which Python launches a kernel."""
+    computes_meanwhile: bool
+    """Whether the device computes while Python launches the next kernel."""
 
 
 class ProgramTime:
@@ -114,14 +116,15 @@ class ProgramTime:
         self.kernels = kernels
 
     def seconds(self, mode: RecomputeMode = "none") -> Pass:
-        """Return the time of both, with recomputation in the backward, and not less than the launches take."""
-        launches = 0.0  # a measured time has its own
-        if self.measured is None:
-            launches = self._launching(
-                sum(operation.num_kernels for operation in self.passes.operations if operation.outputs)
-            )
-        forward = max(self._forward(self.passes.operations), launches)
-        return Pass(forward, max(self._backward(), 2 * launches) + self._forward(self.passes.repeated(mode)))
+        """Return the time of both, with recomputation in the backward, and with the launches that nothing hides."""
+        repeated = self.passes.repeated(mode)
+        forward, backward, again = self._forward(self.passes.operations), self._backward(), self._forward(repeated)
+        if self.measured is not None:  # a measured time has its own launches
+            return Pass(forward, backward + again)
+        launches = self._launching(self.passes.operations)
+        if self.rates.computes_meanwhile:
+            return Pass(max(forward, launches), max(backward, 2 * launches) + again)
+        return Pass(forward + launches, backward + 2 * launches + again + self._launching(repeated))
 
     def by_kind(self, mode: RecomputeMode = "none") -> dict[str, Pass]:
         """Return ``seconds`` by kind of work, as ``step_parts`` names them; ``HOST`` is the time of launches beyond."""
@@ -244,10 +247,11 @@ class ProgramTime:
 
     # --- rates
 
-    def _launching(self, num_kernels: int) -> float:
-        """Return the time in which Python launches so many kernels."""
+    def _launching(self, operations: Iterable[Operation]) -> float:
+        """Return the time in which Python launches the kernels of operations."""
+        num_kernels = sum(operation.num_kernels for operation in operations if operation.outputs)
         measured = None if self.kernels is None else self.kernels.launches(num_kernels)
-        return KERNEL_SECONDS * num_kernels if measured is None else measured
+        return self.rates.launch_seconds * num_kernels if measured is None else measured
 
     def _multiplying(self, product: Product, operation: Operation, way: Way) -> float:
         """Return the time of a matrix product, or of one of its gradients."""
