@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from llama_core.config.hardware import CORE_BANDWIDTH, CORE_FLOPS, DeviceSpec, processor, recognise_gpu
+from llama_core.config.hardware import CpuRates, DeviceSpec, processor, recognise_gpu
 from llama_core.config.measured_rates import Measured, MeasuredRates, Sizes
 from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.machine.detect import available_cores, device_label, software_versions
@@ -77,7 +77,7 @@ class MachineProfile:
     def cpu(self, num_ranks: int) -> DeviceSpec:
         """Return the device that ranks on this machine's processor compute on, as many at once."""
         rates = {number: one for number, one in self.rates.items() if one.kinds}
-        typical = processor(self.device, self.cores * CORE_FLOPS, self.cores * CORE_BANDWIDTH, num_ranks)
+        typical = processor(self.device, CpuRates.of_cores(self.cores), num_ranks)
         return replace(typical, measured=rates, source=self.told_by)
 
     def gpu(self) -> DeviceSpec:

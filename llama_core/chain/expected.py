@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from llama_core.calibration.demand import device_for, is_measurable
-from llama_core.config.hardware import CORE_BANDWIDTH, CORE_FLOPS, DeviceSpec, processor
+from llama_core.config.hardware import CpuRates, DeviceSpec, processor
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import Precision
 from llama_core.errors import ConfigError, TrainingInfraError
@@ -38,19 +38,13 @@ that takes as long by itself are not measured."""
 _QUICKER = "quicker: a smaller --batch-size, a shorter --seq-len, a smaller --model, fewer --steps, or a GPU"
 
 
-def rough_step(config: RunConfig, plan: ParallelPlan, product_flops: float, bandwidth: float) -> ExpectedStep:
-    """Return the step that follows from no more than two rates of a CPU.
-
-    Args:
-        config: the resolved configuration.
-        plan: its plan.
-        product_flops: FLOP/s of large matrix products on all cores of a machine.
-        bandwidth: bytes per second that copies on all of its cores read and write.
-    """
-    device = processor("a CPU", product_flops, bandwidth, node_size(config, plan.world_size))
+def rough_step(config: RunConfig, plan: ParallelPlan, rates: CpuRates) -> ExpectedStep:
+    """Return the step that follows from no more than the rates of a machine's products, attention and copies."""
+    device = processor("a CPU", rates, node_size(config, plan.world_size))
     step, kinds = step_by_kind(config, plan, device)
-    told_by = f"it multiplies matrices at {product_flops / TFLOP:.2f} TFLOP/s and copies {bandwidth / GB:.0f} GB/s"
-    return ExpectedStep(step.total, _step_flops(config, plan), told_by, kinds, "two rates")
+    copies = f"copies {rates.bandwidth / GB:.0f} GB/s"
+    told_by = f"it multiplies matrices at {rates.product_flops / TFLOP:.2f} TFLOP/s and {copies}"
+    return ExpectedStep(step.total, _step_flops(config, plan), told_by, kinds, "few rates")
 
 
 def step_here(
@@ -65,7 +59,7 @@ def step_here(
             does not know them. They are only for a run that lasts longer than that.
         tell: called with a line that says why the profile is not used.
     """
-    rough = rough_step(config, plan, *_rates_here(config.training.precision))
+    rough = rough_step(config, plan, _rates_here(config.training.precision, config.seq_len))
     if not is_measurable(config, plan):
         return replace(rough, rates="unmodelled")
     steps = config.training.steps or LONG_RUN_SECONDS
@@ -210,7 +204,7 @@ def _step_of(
     if config.launch.is_here:
         return step_here(config, plan, may_measure=may_measure, tell=tell)
     cores = node_size(config, plan.world_size) * config.launch.request.cores_of_a_rank("cpu")
-    assumed = rough_step(config, plan, cores * CORE_FLOPS, cores * CORE_BANDWIDTH)
+    assumed = rough_step(config, plan, CpuRates.of_cores(cores))
     return measured_step(config, plan, tell=tell) or replace(assumed, rates="assumed", told_by=f"if {assumed.told_by}")
 
 
@@ -328,12 +322,9 @@ def _step_flops(config: RunConfig, plan: ParallelPlan) -> float:
 
 
 @cache
-def _rates_here(precision: Precision) -> tuple[float, float]:
-    """Return the rates of this machine's matrix products and copies, measured once: before a run takes its processors.
-
-    Their units are FLOP/s, and bytes read and written per second.
-    """
+def _rates_here(precision: Precision, seq_len: int) -> CpuRates:
+    """Return the rates of this machine for rows of a length, measured once: before a run takes its processors."""
     with importing_torch():
-        from llama_core.training.measure import copy_rate, product_rate
+        from llama_core.training.measure import attention_rate, copy_rate, product_rate
 
-    return product_rate(precision), copy_rate()
+    return CpuRates(product_rate(precision), attention_rate(precision, seq_len), copy_rate())

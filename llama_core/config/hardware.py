@@ -12,6 +12,7 @@ torch computes a causal row with cuDNN's kernel, which reaches 50 % on Hopper (t
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple, Self
 
 from llama_core.config.measured_rates import MeasuredRates
 from llama_core.errors import ConfigError
@@ -27,14 +28,22 @@ INTER_NODE_BANDWIDTH = 50 * GB
 GPUS_PER_NODE = 8
 KERNEL_SECONDS = 5e-6
 """Shortest time of a kernel on a GPU: its launch from Python, while the GPU computes."""
+HALF_RATE_DIM = 128
+"""Shortest side at which a matrix product reaches half of its rate on a GPU; at 4096 it reaches 97 %.
+
+A product is computed in tiles of about this many rows and columns. NVIDIA 2023, *Matrix Multiplication Background
+User's Guide*, sections 3 and 4.
+"""
+CPU_HALF_RATE_DIM = 16
+"""The same on a CPU: with MKL on two cores with AVX2, a side of 64 leaves 75 % of the rate in fp32."""
 CORE_FLOPS = 6e10
 """FLOP/s of a core of an unknown CPU in large fp32 products; machines differ by a factor of three."""
 CORE_BANDWIDTH = 5 * GB
 """Bytes per second that a core of an unknown CPU reads and writes."""
 CALL_SECONDS = 10e-6
 """Time of a call on a CPU besides its work: Python, autograd and the start of threads."""
-ATTENTION_SHARE_OF_CPU = 0.3
-"""Share of the rate of large matrix products that attention reaches on a CPU, counting only the scores it computes."""
+ATTENTION_SHARE_OF_CPU = 0.5
+"""Share of the rate of large matrix products that attention reaches on a CPU where it was not measured."""
 LINK_SHARE_OF_CPU = 0.25
 """Bytes that gloo sends between two ranks of a machine, for each that a copy reads or writes meanwhile."""
 MAX_DEVICES = 2**20
@@ -76,6 +85,8 @@ class DeviceSpec:
     """Workspace that torch gives to a cuBLAS handle on a stream. Source: torch, ``CublasHandlePool.cpp``."""
     is_gpu: bool = True
     """Whether it runs CUDA's kernels; a CPU does not."""
+    half_rate_dim: int = HALF_RATE_DIM
+    """Shortest side at which a matrix product reaches half of its rate."""
     launch_seconds: float = KERNEL_SECONDS
     """What it takes Python to call a kernel. A GPU computes meanwhile, a CPU does not."""
     measured: Mapping[int, MeasuredRates] = field(default_factory=dict, compare=False, repr=False)
@@ -130,16 +141,33 @@ def _device(
     )
 
 
-def processor(label: str, product_flops: float, bandwidth: float, num_ranks: int) -> DeviceSpec:
+class CpuRates(NamedTuple):
+    """What little is known of all cores of a CPU together."""
+
+    product_flops: float
+    """FLOP/s of a large matrix product."""
+    attention_flops: float
+    """The same of attention, over the scores that it computes."""
+    bandwidth: float
+    """Bytes per second that a copy reads and writes."""
+
+    @classmethod
+    def of_cores(cls, number: int) -> Self:
+        """Return what cores of an unknown CPU may have."""
+        flops = number * CORE_FLOPS
+        return cls(flops, ATTENTION_SHARE_OF_CPU * flops, number * CORE_BANDWIDTH)
+
+
+def processor(label: str, rates: CpuRates, num_ranks: int) -> DeviceSpec:
     """Return a CPU as each of the ranks that share it has it.
 
     Args:
         label: its name.
-        product_flops: FLOP/s of a large matrix product on all of its cores.
-        bandwidth: bytes per second that a copy on all of its cores reads and writes.
+        rates: of all its cores.
         num_ranks: the ranks that share it.
     """
-    own_flops, own_bandwidth = product_flops / num_ranks, bandwidth / num_ranks
+    own_flops, own_bandwidth = rates.product_flops / num_ranks, rates.bandwidth / num_ranks
+    attention_share = rates.attention_flops / rates.product_flops
     return DeviceSpec(
         "cpu",
         label,
@@ -149,10 +177,11 @@ def processor(label: str, product_flops: float, bandwidth: float, num_ranks: int
         memory_bandwidth=own_bandwidth,
         link_bandwidth=own_bandwidth * LINK_SHARE_OF_CPU,
         matmul_share=1.0,
-        attention_share=ATTENTION_SHARE_OF_CPU,
-        causal_share=ATTENTION_SHARE_OF_CPU,
+        attention_share=attention_share,
+        causal_share=attention_share,
         gpus_per_node=num_ranks,
         is_gpu=False,
+        half_rate_dim=CPU_HALF_RATE_DIM,
         launch_seconds=CALL_SECONDS,
     )
 

@@ -19,9 +19,10 @@ NAMED_LOSS = "eval_loss/"
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """A time above zero, so that it can be a divisor."""
-RatesOrigin = Literal["operations", "data sheet", "two rates", "unmodelled", "assumed"]
+RatesOrigin = Literal["operations", "data sheet", "few rates", "unmodelled", "assumed"]
 """Where the rates of a predicted step come from: the machine's operations, each measured; the device's data sheet; the
-machine's matrix products and copies alone; these because no others are modelled for such a run; or those of any CPU."""
+machine's matrix products, attention and copies alone; these because no others are modelled for such a run; or those of
+any CPU."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +135,14 @@ class ExpectedStep:
     sheet."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The seconds of its parts, by kind of work (``step_parts``); empty if only the whole is known."""
-    rates: RatesOrigin = "two rates"
+    rates: RatesOrigin = "few rates"
     """Where the rates come from."""
     product: ExpectedProduct | None = None
     """What a rank's device should take by itself; None for a processor of which no product was measured."""
 
     @property
     def is_rough(self) -> bool:
-        """Whether it follows from two rates of a CPU alone."""
+        """Whether it follows from few rates of a CPU alone."""
         return self.rates not in {"operations", "data sheet"}
 
     @property

@@ -181,7 +181,7 @@ def remedy(
         return Remedy(calibrate, "measures this GPU: the prediction is from its data sheet")
     if expected.rates == "assumed":
         return Remedy(f"{calibrate} --out FILE", "measures the machine it runs on, for --machine-profile")
-    if expected.rates == "two rates":
+    if expected.rates == "few rates":
         return Remedy(calibrate, "measures this machine's operations, so that every part is predicted")
     return _remedy_of_part(step, config, plan, run, calibrate)
 

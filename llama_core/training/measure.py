@@ -18,7 +18,9 @@ from llama_core.config.hardware import recognise_gpu
 from llama_core.config.models import ModelSpec
 from llama_core.config.settings import Precision
 from llama_core.machine.shared_cores import core_wait_seconds
+from llama_core.models.attention import attend, document_mask
 from llama_core.planning.memory.profile import Phase
+from llama_core.planning.program.operations import BACKWARD_PRODUCTS
 from llama_core.planning.time.step_time import model_flops_utilisation
 from llama_core.records.measurements import BenchmarkRecord
 from llama_core.records.timelines import LaneRecord
@@ -36,6 +38,11 @@ PRODUCT_SIDE = 1024
 """Rows and columns of the matrices that ``product_rate`` multiplies."""
 COPIED_BYTES = 64 * MIB
 """More than the caches of a CPU hold."""
+ATTENDED_TOKENS = 512
+ATTENDED_ROW = 2048
+ATTENDED_HEADS = 4
+ATTENDED_SIZE = 64
+"""Of what ``attention_rate`` attends to: tokens of all rows, most tokens of one row, heads, and their size."""
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -322,6 +329,25 @@ class FlopsUtilisation:
 def product_rate(precision: Precision) -> float:
     """Return the FLOP/s at which this process multiplies matrices on the CPU; measured once for a number of threads."""
     return _product_rate(torch.float32 if precision == "fp32" else torch.bfloat16, torch.get_num_threads())
+
+
+def attention_rate(precision: Precision, seq_len: int) -> float:
+    """Return the FLOP/s of attention on the CPU, forward and backward, over all scores of rows under a mask.
+
+    Args:
+        precision: of queries, keys and values.
+        seq_len: tokens of a row. Shorter rows have a lower rate; one of ``ATTENDED_ROW`` tells that of longer ones.
+    """
+    tokens = min(seq_len, ATTENDED_ROW)
+    rows = max(1, ATTENDED_TOKENS // tokens)
+    shape = (rows, ATTENDED_HEADS, tokens, ATTENDED_SIZE)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    q, k, v = (torch.ones(shape, dtype=dtype).requires_grad_() for _ in range(3))
+    mask = document_mask(torch.arange(tokens).expand(rows, -1), dtype)
+    gradient = torch.ones(shape, dtype=dtype)
+    seconds = _fastest(lambda: torch.autograd.grad(attend(q, k, v, mask), (q, k, v), gradient))
+    flops = 4 * rows * ATTENDED_HEADS * tokens**2 * ATTENDED_SIZE
+    return (1 + BACKWARD_PRODUCTS["attention"]) * flops / seconds
 
 
 def copy_rate() -> float:

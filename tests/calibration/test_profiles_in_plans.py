@@ -11,13 +11,12 @@ from llama_core.calibration.grid import gpu_grids, grids
 from llama_core.calibration.profile import MachineProfile, own_profile_path, own_profiles, write_profile
 from llama_core.chain.expected import expected_step
 from llama_core.chain.planned import plan_for_gpu
-from llama_core.config.hardware import gpu_spec
+from llama_core.config.hardware import HALF_RATE_DIM, gpu_spec
 from llama_core.config.measured_rates import MeasuredRates
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.machine.detect import software_versions
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES
-from llama_core.planning.time.kernels import HALF_RATE_DIM
 from llama_core.planning.time.step_time import step_time_of
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json

@@ -7,6 +7,7 @@ import pytest
 from llama_core.calibration.lookup import KnownDevice
 from llama_core.chain import expected
 from llama_core.chain.expected import (
+    LONG_RUN_SECONDS,
     SLOW_STEP_SECONDS,
     expected_here,
     expected_step,
@@ -15,7 +16,7 @@ from llama_core.chain.expected import (
     slow_steps,
 )
 from llama_core.chain.planned import plan_for_gpu
-from llama_core.config.hardware import CALL_SECONDS, CORE_BANDWIDTH, CORE_FLOPS, gpu_spec
+from llama_core.config.hardware import CALL_SECONDS, CpuRates, gpu_spec
 from llama_core.config.measured_rates import Measured, MeasuredRates
 from llama_core.config.run import RunConfig
 from llama_core.data.check import DataCheck
@@ -28,7 +29,7 @@ from llama_core.records.measurements import ExpectedStep
 from llama_core.records.step_parts import HEAD, HOST, PRODUCTS
 from llama_core.units import GB, TFLOP, format_duration
 
-RATES = (0.1 * TFLOP, 10 * GB)
+RATES = CpuRates(0.1 * TFLOP, 0.05 * TFLOP, 10 * GB)
 
 
 def asked(batch_size, **training):
@@ -39,7 +40,7 @@ def asked(batch_size, **training):
 
 def told(batch_size, num_sequences=None, reference_tokens=0, **training):
     config, plan = asked(batch_size, **training)
-    return slow_steps(config, plan, rough_step(config, plan, *RATES), num_sequences, reference_tokens)
+    return slow_steps(config, plan, rough_step(config, plan, RATES), num_sequences, reference_tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +55,13 @@ def test_a_quick_step_is_not_announced():
 
 
 def test_a_long_run_of_quick_steps_is_announced():
-    step = rough_step(*asked(1), *RATES).seconds
+    step = rough_step(*asked(1), RATES).seconds
     assert told(1, steps=1000).startswith(f"a step takes about {format_duration(step)} on the CPU (")
     assert f", the 1,000 steps of the run {format_duration(1000 * step)}; " in told(1, steps=1000)
 
 
 def test_a_slow_step_is_announced_with_the_run_and_what_is_quicker():
-    step = rough_step(*asked(64), *RATES).seconds
+    step = rough_step(*asked(64), RATES).seconds
     assert told(64, steps=10).startswith(f"a step takes about {format_duration(step)} on the CPU (")
     of_run = f", the 10 steps of the run {format_duration(10 * step)}; quicker: a smaller --batch-size"
     assert of_run in told(64, steps=10)
@@ -69,11 +70,13 @@ def test_a_slow_step_is_announced_with_the_run_and_what_is_quicker():
 def test_a_step_takes_its_products_and_its_calls():
     """However fast both rates are, Python calls every operation."""
     config, plan = asked(4)
-    slow, quick = (rough_step(config, plan, rate, 1e6 * GB).parts for rate in (0.1 * TFLOP, 0.2 * TFLOP))
+    slow, quick = (
+        rough_step(config, plan, CpuRates(rate, rate, 1e6 * GB)).parts for rate in (0.1 * TFLOP, 0.2 * TFLOP)
+    )
     assert slow[PRODUCTS] == pytest.approx(2 * quick[PRODUCTS])
     of_products = hardware_flops_per_token(config.spec, 1, "none") * 4 * 2048 / (0.1 * TFLOP)
     assert of_products < slow[PRODUCTS] + slow[HEAD] < 1.5 * of_products
-    fast = rough_step(config, plan, 1e6 * TFLOP, 1e6 * GB)
+    fast = rough_step(config, plan, CpuRates(1e6 * TFLOP, 1e6 * TFLOP, 1e6 * GB))
     layers = 4 * config.spec.num_layers
     assert 3 * 20 * layers * CALL_SECONDS < fast.seconds < 3 * 60 * layers * CALL_SECONDS
     assert fast.parts[HOST] + fast.parts[HEAD] > 0.99 * fast.seconds
@@ -89,7 +92,7 @@ def test_a_run_on_another_machines_cpu_is_expected_to_take_what_any_core_takes(t
     told = expected_step(run)
     record_expected_step(run)
     step = read_typed(run.expected, ExpectedStep)
-    assert step.seconds == rough_step(config, plan, 4 * CORE_FLOPS, 4 * CORE_BANDWIDTH).seconds
+    assert step.seconds == rough_step(config, plan, CpuRates.of_cores(4)).seconds
     assert (step.rates, step.is_rough) == ("assumed", True)
     assert step.told_by.startswith("if it multiplies matrices at 0.24 TFLOP/s and copies ")
     assert expected_step(run) == told
@@ -102,7 +105,7 @@ def test_the_length_of_a_run_comes_from_its_data(num_sequences, steps):
 
 
 def test_a_plan_tells_the_time_of_any_run_on_this_cpu_and_of_none_elsewhere(monkeypatch):
-    monkeypatch.setattr(expected, "_rates_here", lambda precision: RATES)
+    monkeypatch.setattr(expected, "_rates_here", lambda precision, seq_len: RATES)
     plan = ParallelPlan(num_microbatches=2)
 
     def told(num_tokens, **launch):
@@ -119,10 +122,10 @@ PAIRS = {"training": {"objective": "dpo", "seq_len": 128, "batch_size": 2, "step
 
 def test_the_time_of_a_run_on_this_cpu_has_that_of_its_reference(monkeypatch):
     """A forward is a third of a step without recomputation: that of 300 sequences takes as long as 50 steps of two."""
-    monkeypatch.setattr(expected, "_rates_here", lambda precision: RATES)
+    monkeypatch.setattr(expected, "_rates_here", lambda precision, seq_len: RATES)
     config = RunConfig.from_mapping(PAIRS | {"launch": {"device": "cpu"}})
     plan = ParallelPlan(num_microbatches=2)
-    step = rough_step(config, plan, *RATES).seconds
+    step = rough_step(config, plan, RATES).seconds
     told = expected_here(config, plan, None, 300 * 128)
     of_steps, of_reference = map(format_duration, (30 * step, 50 * step))
     assert told.endswith(f"the 30 steps of the run {of_steps}, the reference before the first step {of_reference}")
@@ -147,7 +150,9 @@ def test_a_step_that_measures_other_rows_before_takes_the_time_of_their_forward(
 
 
 def test_a_long_reference_of_a_short_run_is_announced():
-    assert "reference before the first step 1 h" in told(1, steps=10, objective="dpo", reference_tokens=450 * 2048)
+    # a forward is a third of a step
+    rows = round(3 * 1.05 * LONG_RUN_SECONDS / rough_step(*asked(1, objective="dpo"), RATES).seconds)
+    assert "reference before the first step 1 h" in told(1, steps=10, objective="dpo", reference_tokens=rows * 2048)
 
 
 def test_whoever_waits_for_the_first_step_on_a_gpu_learns_how_long_the_reference_takes(tmp_path, monkeypatch):
@@ -249,7 +254,7 @@ def test_a_profile_that_has_the_product_is_preferred_to_the_data_sheet(tmp_path,
 
 
 def test_nothing_is_expected_of_a_processor_that_was_not_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(expected, "_rates_here", lambda precision: RATES)
+    monkeypatch.setattr(expected, "_rates_here", lambda precision, seq_len: RATES)
     monkeypatch.setattr(expected, "device_for", lambda *arguments, **options: KnownDevice(None))
     settings = {"training": {"seq_len": 128, "batch_size": 2, "steps": 3}, "launch": {"device": "cpu"}}
     assert recorded_product(tmp_path, RunConfig.from_mapping(settings)) is None

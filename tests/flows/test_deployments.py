@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from llama_core.chain.expected import rough_step
-from llama_core.config.hardware import CORE_BANDWIDTH, CORE_FLOPS, DEFAULT_GPU_TYPE, gpu_spec
+from llama_core.config.hardware import DEFAULT_GPU_TYPE, CpuRates, gpu_spec
 from llama_core.config.run import RunConfig
 from llama_core.planning.plan import ParallelPlan
 
@@ -41,5 +41,5 @@ def test_a_run_that_is_deployed_for_cpus_takes_minutes_on_two_cores(name):
     config = config_of(name)
     num_steps = config.training.steps + config.benchmark.warmup_steps + config.benchmark.steps
     plan = ParallelPlan(num_microbatches=config.batch_size)
-    step = rough_step(config, plan, 2 * CORE_FLOPS, 2 * CORE_BANDWIDTH)
+    step = rough_step(config, plan, CpuRates.of_cores(2))
     assert num_steps * step.seconds < 15 * 60

@@ -2,12 +2,12 @@ from dataclasses import replace
 
 import pytest
 
-from llama_core.config.hardware import gpu_spec
+from llama_core.config.hardware import HALF_RATE_DIM, gpu_spec
 from llama_core.config.models import model_spec
 from llama_core.optimizers.traits import Trained
 from llama_core.planning.plan import ParallelPlan
 from llama_core.planning.time.compute import MEMORY_SHARE, MODEL_SHAPES, StageCompute
-from llama_core.planning.time.kernels import FP8_ROUNDING_BYTES, HALF_RATE_DIM
+from llama_core.planning.time.kernels import FP8_ROUNDING_BYTES
 from llama_core.planning.time.matmul_flops import layer_matmul_parameters
 from llama_core.planning.work import Work
 

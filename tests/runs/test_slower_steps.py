@@ -133,7 +133,7 @@ def found(measured, *, rates="operations", device="cpu", predicted=None, run="ru
 
 
 CPU_CASES = {
-    "rates of products alone": ({HEAD: 9.0}, {"rates": "matrix products"}, "training-infra calibrate"),
+    "few rates alone": ({HEAD: 9.0}, {"rates": "few rates"}, "training-infra calibrate"),
     "no profile": (clocks(30.0, 1.0, 0.0), {}, "training-infra profile 'runs/my run'"),
     "slow data": (
         clocks(7.0, 1.0, 9.0),
@@ -186,7 +186,7 @@ def test_on_a_shared_machine_no_command_is_given_and_the_reason_is(tmp_path):
     run = RunDirectory(tmp_path)
     run.config.write_text(RunConfig().to_yaml())
     write_json(run.plan, ParallelPlan().as_dict())
-    write_json(run.expected, expected({HEAD: 1.0}, rates="matrix products"))
+    write_json(run.expected, expected({HEAD: 1.0}, rates="few rates"))
     write_json(run.benchmark, timed(3.0))
     assert explained_step(run).remedy is not None
     write_json(run.benchmark, replace(timed(3.0), num_threads=1, waiting_threads=0.9))

@@ -58,6 +58,7 @@ class StageCompute:
         of_peak = device.matmul_share * MODEL_SHAPES
         self.rates = Rates(
             product_flops=peak * of_peak,
+            half_rate_dim=device.half_rate_dim,
             fp8_flops=device.fp8_flops * of_peak if work.precision == "fp8" else None,
             attention_flops=peak * attention_share,
             visible_share=1.0 if work.kernel.told == "mask" else 0.5,

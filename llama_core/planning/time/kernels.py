@@ -27,12 +27,6 @@ from llama_core.planning.time.measured import MeasuredKernels, MeasuredTimes, Wa
 from llama_core.records.step_parts import ATTENTION, HOST, POINTWISE, PRODUCTS
 from llama_core.schedules.actions import Kind
 
-HALF_RATE_DIM = 128
-"""Shortest side at which a matrix product reaches half of its rate; at 4096 it reaches 97 %.
-
-A product is computed in tiles of about this many rows and columns. NVIDIA 2023, *Matrix Multiplication Background
-User's Guide*, sections 3 and 4.
-"""
 FP8_ROUNDING_BYTES = {False: 9, True: 5}
 """Bytes read and written to round one bf16 number to fp8, eager and compiled: read for the row's maximum, read again,
 and written in one byte; in eager mode the scaled number is also written and read."""
@@ -74,6 +68,8 @@ class Rates:
 
     product_flops: float
     """FLOP/s of a large matrix product."""
+    half_rate_dim: int
+    """Shortest side at which a product reaches half of that."""
     fp8_flops: float | None
     """The same of a product with a whole matrix of a block, if that is in fp8."""
     attention_flops: float
@@ -264,7 +260,7 @@ class ProgramTime:
         if self.rates.fp8_flops and is_fp8:
             peak = self.rates.fp8_flops
         shortest = min(product.rows, product.columns, product.outputs)
-        return product.flops / (peak * shortest / (shortest + HALF_RATE_DIM))
+        return product.flops / (peak * shortest / (shortest + self.rates.half_rate_dim))
 
     def _attending(self, operation: Operation) -> float:
         """Return the time of the scores of an operation, and of their products with the values."""
