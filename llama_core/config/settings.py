@@ -586,6 +586,9 @@ class LaunchConfig(Section):
     """Before the first step of each attempt, measure every rank's device, memory, links and disk for a moment: warn
     names those slower than their peers; exclude also lets the job start again without their nodes; off measures
     nothing."""
+    stragglers: Literal["off", "warn"] = "warn"
+    """While training, every rank times a product of matrices now and then, in at most 0.2 % of the time: warn names
+    those that fall behind their peers; off measures nothing."""
     node_mtbf_hours: float = Field(6300.0, gt=0)
     """Mean hours between failures of one node, for training.checkpoint_every=auto; default: that of the 2,048 nodes
     that trained Llama 3 405B, with 419 unexpected interruptions in 54 days (arXiv:2407.21783, section 3.3.4)."""

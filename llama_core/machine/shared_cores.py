@@ -31,6 +31,7 @@ LONGEST_SLEEP_SECONDS = 60.0
 
 _MAPS = Path("/proc/self/maps")
 _THREADS = Path("/proc/self/task")
+_OWN = Path("/proc/self/schedstat")
 _NO_FLAGS = 0
 
 
@@ -47,6 +48,14 @@ def core_wait_seconds() -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return 1e-9 * waited
+
+
+def own_core_wait_seconds() -> float | None:
+    """Return the same of this process's first thread alone, which computes; None if unknown."""
+    try:
+        return 1e-9 * int(_OWN.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 @contextmanager

@@ -130,6 +130,11 @@ class RunDirectory:
         return self.path / "logs" / "preflight.jsonl"
 
     @property
+    def stragglers(self) -> Path:
+        """The ranks that fell behind while the run trained, a line of JSON for each ``Straggler``."""
+        return self.path / "logs" / "stragglers.jsonl"
+
+    @property
     def repeated_steps(self) -> Path:
         """The steps missing from the metrics because they were done again or left out, a line of JSON each."""
         return self.path / "logs" / "repeated-steps.jsonl"

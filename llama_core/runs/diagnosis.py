@@ -43,6 +43,7 @@ from llama_core.records.references import read_reference
 from llama_core.records.retention import by_held_out_loss
 from llama_core.records.rollbacks import read_rollbacks
 from llama_core.records.settings_changes import read_settings_changes
+from llama_core.records.stragglers import read_stragglers, still_behind
 from llama_core.redaction import shell_word
 from llama_core.runs.continuing import resume_command
 from llama_core.runs.loading import load_config
@@ -278,10 +279,12 @@ def _metrics(run: RunDirectory, state: State, good: Sequence[CheckpointFinding])
 
 
 def _slow_ranks(run: RunDirectory) -> Iterator[Fact]:
-    """Yield a line for each rank that fell behind before the newest attempt; the run goes on with it."""
+    """Yield a line for each rank that fell behind, before the newest attempt or since; the run goes on with it."""
     with suppress(RunDirectoryError):  # a damaged record is told of below
         for newest in read_preflights(run)[-1:]:
             yield from (Fact("preflight", str(named)) for named in newest.named)
+    with suppress(RunDirectoryError):
+        yield from (Fact("straggler", str(one)) for one in still_behind(read_stragglers(run)))
 
 
 def _evaluations(run: RunDirectory) -> Iterator[Fact]:
@@ -322,6 +325,7 @@ def _damaged_records(run: RunDirectory) -> Iterator[Fact]:
         run.data_changes: partial(read_data_changes, run),
         run.settings_changes: partial(read_settings_changes, run),
         run.preflights: partial(read_preflights, run),
+        run.stragglers: partial(read_stragglers, run),
         run.reference: partial(read_reference, run),
     }
     for path, read in readers.items():

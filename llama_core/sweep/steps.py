@@ -68,6 +68,7 @@ _FREE_TO_CHANGE = {
     "collective_timeout_s",
     "hang_timeout_s",
     "preflight",
+    "stragglers",
     "force",
     "dollars_per_gpu_hour",
 }

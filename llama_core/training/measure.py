@@ -177,7 +177,7 @@ class StepClock:
 
     def enter(self, phase: Phase | Literal["data", "end"]) -> None:
         """Begin a phase."""
-        self._marks.append((phase, _mark(self.device)))
+        self._marks.append((phase, mark(self.device)))
 
     def stop(self) -> None:
         """End the step."""
@@ -189,7 +189,7 @@ class StepClock:
             self._marks[-1][1].synchronize()
         seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
         for (phase, since), (_, until) in pairwise(self._marks):
-            seconds[phase] += _seconds(since, until)
+            seconds[phase] += seconds_between(since, until)
         return seconds
 
 
@@ -203,12 +203,12 @@ class ActionClock:
         self.device = device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._origin = _mark(device)
+        self._origin = mark(device)
         self._marks: dict[Literal["begins", "ends"], dict[Action, Any]] = {"begins": {}, "ends": {}}
 
     def mark(self, action: Action, edge: Literal["begins", "ends"]) -> None:
         """Take the time of an edge of ``action``."""
-        self._marks[edge][action] = _mark(self.device)
+        self._marks[edge][action] = mark(self.device)
 
     def lane(self) -> LaneRecord:
         """Return the times of all actions, once the device has done them."""
@@ -218,12 +218,12 @@ class ActionClock:
         ends = self._marks["ends"]
         return LaneRecord(
             actions=tuple(map(str, begins)),
-            begins=tuple(_seconds(self._origin, mark) for mark in begins.values()),
-            ends=tuple(_seconds(self._origin, ends[action]) for action in begins),
+            begins=tuple(seconds_between(self._origin, mark) for mark in begins.values()),
+            ends=tuple(seconds_between(self._origin, ends[action]) for action in begins),
         )
 
 
-def _mark(device: torch.device) -> Any:
+def mark(device: torch.device) -> Any:
     """Return a mark of this moment: on CUDA, of the moment when the device has done all work given to it so far."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -232,7 +232,7 @@ def _mark(device: torch.device) -> Any:
     return mark
 
 
-def _seconds(since: Any, until: Any) -> float:
+def seconds_between(since: Any, until: Any) -> float:
     """Return the time between two marks that the device has reached."""
     return float(until - since if isinstance(since, float) else 1e-3 * since.elapsed_time(until))
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llama_core.parallel.ranks import most_over_devices, sum_over_devices
+from llama_core.parallel.ranks import most_over_devices, num_ranks, own_rank, sum_over_devices
 
 Reduction = Literal["max", "sum", "mean"]
 """What is made of the numbers that the ranks report: of all that have, for the mean."""
@@ -34,6 +34,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._own: dict[str, _Reported] = {}
+        self._of_ranks: dict[str, float] = {}
         self.formats: dict[str, str] = {}
         """How the console shows some of them, by name."""
 
@@ -60,6 +61,21 @@ class Reports:
 
         return report
 
+    def declare_of_ranks(self, name: str) -> Callable[[float], None]:
+        """Return the function that reports a value for the next step, of which all ranks learn the value of each rank.
+
+        Args:
+            name: its name in ``of_ranks``.
+        """
+        if name in self._of_ranks:
+            raise ValueError(f"two parts report {name}")
+        self._of_ranks[name] = 0.0
+
+        def report(value: float) -> None:
+            self._of_ranks[name] = value
+
+        return report
+
     def send(self, device: torch.device) -> Tensor:
         """Return the values of all ranks on their way: fp64 on ``device``, to be read by ``received``.
 
@@ -70,6 +86,11 @@ class Reports:
         for own in self._own.values():
             if own.reduction != "max":
                 added += (_or(0.0, own), float(own.value is not None))
+        for name, value in self._of_ranks.items():
+            by_rank = [0.0] * num_ranks()
+            by_rank[own_rank()] = value
+            added += by_rank
+            self._of_ranks[name] = 0.0
         for own in self._own.values():
             own.value = None
         values = most_over_devices(device, *largest)
@@ -89,6 +110,15 @@ class Reports:
             if count:
                 found[name] = total / count if own.reduction == "mean" else total
         return found
+
+    def of_ranks(self, values: list[float]) -> dict[str, tuple[float, ...]]:
+        """Return the value of every rank, by name, from the values in host memory; 0 for a rank that reported none."""
+        count = num_ranks()
+        first = len(values) - count * len(self._of_ranks)
+        return {
+            name: tuple(values[first + place * count : first + (place + 1) * count])
+            for place, name in enumerate(self._of_ranks)
+        }
 
     def recorded(self, values: Mapping[str, float]) -> dict[str, float | None]:
         """Return those of what was received that are metrics of their own; None for what nobody has reported."""

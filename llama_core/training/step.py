@@ -1,6 +1,6 @@
 """A step that the device has been given, and what becomes known of it: nothing here waits before it must."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.training.engine import StepResult
 from llama_core.training.measure import StepClock
 from llama_core.training.reports import Reports
+
+SLOWEST_SECONDS = "slowest_seconds"
+"""The name under which a step tells all ranks how long the step read before it took on the slowest."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class StepValues:
     """Whether the weights were updated."""
     reported: Mapping[str, float]
     """What the parts of the loop have reported, reduced over the ranks, by name."""
+    of_ranks: Mapping[str, Sequence[float]]
+    """The same of every rank, in order, where it is not reduced; 0 of a rank that reported nothing."""
     measured: MeasuredValues
     """What the model and the objective have measured beside the loss."""
 
@@ -61,6 +66,7 @@ class ValuesUnderWay:
             grad_norm,
             bool(updated),
             reported=self._reports.received(reported),
+            of_ranks=self._reports.of_ranks(reported),
             measured=measured(self._model, self._totals),
         )
 

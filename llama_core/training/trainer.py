@@ -51,17 +51,16 @@ from llama_core.training.parts.preparations import CompiledBlocks, ReferenceMode
 from llama_core.training.parts.saves import Saves
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.parts.stop import ASKED_TO_STOP, StopRequest
+from llama_core.training.parts.stragglers import StragglerWatch
 from llama_core.training.rates import learning_rate
 from llama_core.training.reference import References
 from llama_core.training.reports import Reports, in_words
-from llama_core.training.step import StepUnderWay, ValuesUnderWay
+from llama_core.training.step import SLOWEST_SECONDS, StepUnderWay, ValuesUnderWay
 from llama_core.training.teacher import refer_to_teacher
 from llama_core.training.timing import TimedSteps
 
 logger = logging.getLogger(__name__)
 
-SLOWEST_SECONDS = "slowest_seconds"
-"""The name under which a step tells all ranks how long the step read before it took on the slowest."""
 RUN_AHEAD_SECONDS = 2.0
 """Steps that take longer gain nothing from a device that runs ahead, but a request to stop would wait for them."""
 
@@ -220,6 +219,7 @@ class Trainer:
             self.length,  # how many steps there are
             memory,
             self.stop,
+            StragglerWatch(run, config, self.progress, reports=self.reports, device=self.device),
             self.check,  # was the step a good one?
             self.held_out,  # the held-out loss after it
             Patience(config.training, self.progress),  # does that end the run?

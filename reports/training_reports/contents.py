@@ -29,6 +29,7 @@ from llama_core.records.metrics import read_metrics
 from llama_core.records.preflight import PreflightRecord, read_preflights
 from llama_core.records.profiles import ProfileRecord, read_profiles
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
+from llama_core.records.stragglers import Straggler, read_stragglers
 from llama_core.records.timelines import LaneRecord, read_lanes
 from llama_core.redaction import shell_word
 from llama_core.runs.step_parts import CLOCKS, SlowerStep, compared_step, explained, remedy
@@ -83,6 +84,8 @@ class RunContents:
     """The same for other settings."""
     preflights: Sequence[PreflightRecord]
     """The check of the machines before each attempt; empty if there was none, or their record is damaged."""
+    stragglers: Sequence[Straggler]
+    """The ranks that fell behind while it trained; empty if there were none, or their record is damaged."""
     scores: Sequence[Score]
     """What its checkpoints have scored; empty if none was evaluated, or a file is damaged."""
 
@@ -138,6 +141,7 @@ class RunContents:
             data_changes=_readable(lambda: read_data_changes(run).changes),
             settings_changes=_readable(lambda: read_settings_changes(run)),
             preflights=_readable(lambda: read_preflights(run)),
+            stragglers=_readable(lambda: read_stragglers(run)),
             scores=_readable(lambda: read_scores(run)),
         )
 

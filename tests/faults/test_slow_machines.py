@@ -1,13 +1,16 @@
-"""A machine is slow, or cannot write, before the first step."""
+"""A machine is slow, or cannot write, before the first step; or a rank falls behind while the run trains."""
 
 import re
 
 import pytest
 from faulty_run import Fault, FaultyRun
+from waiting import eventually
 
 from llama_core.launch.attempts import log_path
 from llama_core.preflight.checks import PRODUCT
 from llama_core.records.preflight import read_preflights
+from llama_core.records.stragglers import read_stragglers
+from llama_core.runs.diagnosis import Fact, diagnose
 
 
 def warnings(run):
@@ -50,3 +53,27 @@ def test_a_healthy_start_names_nobody(undisturbed, promise):
     assert (record.named, record.unmeasured) == ((), ())
     assert warnings(undisturbed) == []
     promise("no line")
+
+
+@pytest.mark.fault("a rank whose processor multiplies three times as slowly", phase="steps")
+def test_a_rank_that_multiplies_more_slowly_is_named_while_the_run_trains(tmp_path, texts, promise):
+    run = FaultyRun(tmp_path, texts, "training.steps=1000000", "launch.preflight=off", "training.checkpoint_every=0")
+    fault = Fault("start of the rank", {"environment": {"MKL_CBWR": "COMPATIBLE"}}, rank=1)
+
+    def until_named(handle):
+        eventually(lambda: read_stragglers(run.run))
+        handle.cancel()
+
+    assert run.train(fault, until_named).status == "cancelled"
+    named = read_stragglers(run.run)[0]
+    assert (named.rank, named.is_over, named.since_step > 0) == (1, False, True)
+    times = re.fullmatch(r"a product of matrices takes ([\d.]+) ms, and ([\d.]+) ms on its peers", named.finding)
+    assert float(times[1]) > 1.6 * float(times[2])
+    told = [line for line in log_path(run.run, 0).read_text().splitlines() if " stragglers: " in line]
+    assert told[0] == f"WARNING stragglers: {named}"
+    assert Fact("straggler", str(named)) in diagnose(run.run).facts
+    promise("named with both times and the step since when")
+
+
+def test_a_healthy_run_names_nobody_while_it_trains(undisturbed):
+    assert read_stragglers(undisturbed.run) == []

@@ -42,7 +42,7 @@ KINDS = ["pipe", nightly("sparse"), pytest.param("device", marks=[pytest.mark.ro
 RECORDS = [
     *("config.yaml", "plan.json", "job.json", "outcome.json", "estimate.json", "data.json", "heartbeat.json"),
     *("metrics/_tail.jsonl", "metrics/part-00000.parquet", "logs/activities.jsonl", "logs/attempt.json"),
-    "logs/preflight.jsonl",
+    *("logs/preflight.jsonl", "logs/stragglers.jsonl"),
     *("checkpoints/step-00000020/state.json", "checkpoints/step-00000020/manifest.json", "trace/rank-00000.json"),
 ]
 
