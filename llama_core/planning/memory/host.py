@@ -198,14 +198,14 @@ def host_memory(config: RunConfig, plan: ParallelPlan, process: ProcessMemory = 
 
 
 def _kernels(config: RunConfig, process: ProcessMemory) -> int:
-    """Return what oneDNN keeps of its kernels on a rank.
+    """Return what oneDNN keeps of its kernels on a rank, or MKL for its products.
 
     It prepares a kernel for each product of other sizes; oneDNN and torch both keep what they made for it, up to their
     limit. Experts reach it, because the rows of each differ from step to step. Products in fp32 are MKL's, which keeps
-    nothing.
+    only the blocks that it packs.
     """
     if itemsize_of(config.training.precision) == FP32_BYTES:
-        return 0
+        return process.packed_bytes
     most = 2 * KERNELS_KEPT
     if config.spec.moe is not None:
         return most * process.kernel_bytes

@@ -21,6 +21,8 @@ class ProcessMemory:
     allocated: libraries, Python's objects, threads."""
     kernel_bytes: int = 258_376
     """What oneDNN, or torch beside it, keeps of a kernel in half precision. They keep one for each size of product."""
+    packed_bytes: int = 6 * MIB
+    """What MKL keeps of the blocks that it packs for products in fp32, on two threads; half of it on one."""
     freed_share: float = 0.25
     """Freed memory that the C library keeps, over the bytes of what comes and goes in a step."""
 
