@@ -32,7 +32,6 @@ MEMORY_BOUND = 0.05
 """Largest relative error of a memory, on an idle machine."""
 TIME_BOUND = 0.10
 """Largest relative error of a step's time, on an idle machine."""
-BF16 = "--mixed-precision=bf16"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def shape(name: str, model: str, rows: str, *arguments: str, saves: bool = False
         saves: whether a checkpoint is written while steps follow; otherwise only at the end.
     """
     batch_size, seq_len = rows.split(" x ")
-    flags = [f"--model={model}", f"--batch-size={batch_size}", f"--seq-len={seq_len}", BF16]
+    flags = [f"--model={model}", f"--batch-size={batch_size}", f"--seq-len={seq_len}"]
     flags += ["--device=cpu", "--steps=6", f"--checkpoint-every={3 if saves else 0}", *arguments]
     return Shape(f"{name}, {rows}", tuple(flags))
 
@@ -237,7 +236,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def this_machine() -> str:
-    """Return the name and the size of this machine, and its torch."""
+    """Return the name and the size of this machine, its torch, and the precision that runs get by themselves."""
     import torch
 
     from llama_core.machine.detect import cpu_model, detect_machine
@@ -245,7 +244,8 @@ def this_machine() -> str:
     machine = detect_machine()
     memory = machine.memory_bytes / 2**30
     cores = len(os.sched_getaffinity(0))
-    return f"{cpu_model()}, {cores} cores, {memory:.0f} GiB, torch {torch.__version__}"
+    precision = "bf16" if machine.cpu_native_bf16 else "fp32"
+    return f"{cpu_model()}, {cores} cores, {memory:.0f} GiB, torch {torch.__version__}, {precision}"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import time
 import tomllib
 import warnings
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import psutil
@@ -80,6 +82,23 @@ class Serving:
         answer = self.owner.post(f"/deployments/{deployment}/create_flow_run", json=request)
         assert answer.is_success, answer.text
         return answer.json()["id"]
+
+    def flow_run(self, state):
+        """Make a flow run of ``train`` that is in a state, and that no process belongs to; return its id."""
+        flow = self.owner.get("/flows/name/train").json()["id"]
+        return self.owner.post("/flow_runs/", json={"flow_id": flow, "state": {"type": state}}).json()["id"]
+
+    def beat(self, flow_run_id):
+        """Send a heartbeat of a flow run of ``train``."""
+        flow = {"prefect.resource.id": "prefect.flow.x", "prefect.resource.role": "flow", "prefect.resource.name": "train"}
+        event = {
+            "occurred": datetime.now(UTC).isoformat(),
+            "event": "prefect.flow-run.heartbeat",
+            "resource": {"prefect.resource.id": f"prefect.flow-run.{flow_run_id}"},
+            "related": [flow],
+            "id": str(uuid4()),
+        }
+        assert self.owner.post("/events", json=[event]).is_success
 
     def deploy(self, deployment, *parameters):
         """Start a flow run of a deployment from the terminal; return its id."""

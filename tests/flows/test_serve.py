@@ -1,11 +1,13 @@
 """``make serve`` as people use it: runs from another terminal, killed, cancelled and refused runs, and shutdown."""
 
 import json
+from datetime import UTC, datetime
 
 import httpx
 import pytest
 from serving import ROOT, SECRET, Serving, slowed, until
 
+from flows.automations import LOST_FLOW_RUNS
 from llama_core.launch.jobs import submission
 from llama_core.launch.outcome import read_outcome
 
@@ -16,6 +18,9 @@ TINY = {
     "training": {"seq_len": 32, "batch_size": 2, "steps": 6, "eval_sequences": 2},
     "launch": {"device": "cpu"},
 }
+
+QUICKLY_LOST_SECONDS = 10
+"""The shortest time without a heartbeat that Prefect's server can be asked to wait for."""
 
 
 def endless(seed):
@@ -127,6 +132,22 @@ def test_the_nightly_sweep_is_planned_for_two_oclock(serving):
     until(lambda: runs.extend(serving.owner.post("/flow_runs/filter", json=nightly).json()) or runs)
     assert {run["state"]["type"] for run in runs} == {"SCHEDULED"}
     assert {run["expected_start_time"][11:16] for run in runs} == {"02:00"}
+
+
+def test_a_heartbeat_after_the_end_leaves_a_flow_run_as_it_ended(serving):
+    """One that arrives late makes the automation wait for another one, which never comes."""
+    started = datetime.now(UTC)
+    quick = LOST_FLOW_RUNS.model_dump(mode="json") | {"name": "lost after seconds"}
+    quick["trigger"] |= {"within": QUICKLY_LOST_SECONDS}
+    made = serving.owner.post("/automations/", json=quick)
+    assert made.is_success, made.text
+    ended, lost = (serving.flow_run(state) for state in ("COMPLETED", "RUNNING"))
+    for flow_run in (ended, lost):
+        serving.beat(flow_run)
+    assert serving.end(lost) == "Crashed"  # by the automation: both heartbeats have reached it
+    acted = {"event": {"prefix": ["prefect.automation.action."]}, "occurred": {"since": started.isoformat()}}
+    until(lambda: len(serving.owner.post("/events/filter", json={"filter": acted}).json()["events"]) >= 4)
+    assert serving.state(ended)["name"] == "Completed"
 
 
 def test_an_interrupt_stops_everything_and_leaves_a_resumable_run(serving):
