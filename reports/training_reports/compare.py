@@ -11,7 +11,7 @@ from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.compared_run import ComparedRun
 from training_reports.figures import LEGEND_LINE_PX
-from training_reports.layout import Card, Panel, write_page
+from training_reports.layout import Card, Panel, ReportPage
 from training_reports.measures import ComparedMeasure, held_out_names
 from training_reports.run_comparison import RunComparison
 from training_reports.sweep_trained import SMOOTHED_POINTS
@@ -36,8 +36,7 @@ def write_comparison(path: Path, comparison: RunComparison) -> Path:
     """
     runs = comparison.runs
     models = dict.fromkeys(str((run.contents.config or {}).get("model")) for run in runs)
-    return write_page(
-        path,
+    page = ReportPage(
         "compare.html",
         name=" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         source=", ".join(str(run.path) for run in runs),
@@ -53,6 +52,7 @@ def write_comparison(path: Path, comparison: RunComparison) -> Path:
         step_sentences=comparison.step_sentences,
         measures=[(one.name, list(enumerate(one.cells())), one.winner) for one in comparison.measures],
     )
+    return page.write(path)
 
 
 def _cards(comparison: RunComparison) -> Iterator[Card]:

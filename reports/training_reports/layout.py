@@ -6,6 +6,7 @@ import zlib
 from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -53,37 +54,59 @@ class Panel:
     """Height of the figure; None for the page's default."""
 
 
-def write_page(path: Path, template: str, **values: object) -> Path:
-    """Write a page that opens offline, atomically, and return its path.
+class ReportPage:
+    """A page of HTML.
 
     Args:
-        path: the file to write.
         template: name of the template, which extends ``page.html``.
         values: the variables of both templates.
-
-    Raises:
-        RunDirectoryError: if the file cannot be written.
     """
-    page = TEMPLATES.get_template(template).render(values, written=now(), plotly=packed_plotly())
-    content = page.encode(errors="backslashreplace")  # a path may hold bytes that are not text
-    try:
-        with atomic_write(path) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        if is_disk_full(error):
-            cause = no_room(path.parent, len(content))
-            remedy = "free some space there"
-        else:
-            cause = error.strerror or str(error)
-            remedy = "make the directory writable"
-        raise RunDirectoryError(f"cannot write {str(path)!r}: {cause}; {remedy}") from None
-    return path
+
+    def __init__(self, template: str, **values: object) -> None:
+        self._template = template
+        self._values = values
+
+    def write(self, path: Path) -> Path:
+        """Write the page, which opens offline, atomically, and return its path.
+
+        Raises:
+            RunDirectoryError: if the file cannot be written.
+        """
+        content = self._rendered(live=False, plotly=packed_plotly())
+        try:
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(content)
+        except OSError as error:
+            if is_disk_full(error):
+                cause = no_room(path.parent, len(content))
+                remedy = "free some space there"
+            else:
+                cause = error.strerror or str(error)
+                remedy = "make the directory writable"
+            raise RunDirectoryError(f"cannot write {str(path)!r}: {cause}; {remedy}") from None
+        return path
+
+    def live(self) -> bytes:
+        """Return the page for a server that has the page's scripts beside it: it links to them, and to no files."""
+        return self._rendered(live=True)
+
+    def _rendered(self, **how: object) -> bytes:
+        page = TEMPLATES.get_template(self._template).render(self._values, written=now(), **how)
+        return page.encode(errors="backslashreplace")  # a path may hold bytes that are not text
 
 
 @cache
 def packed_plotly() -> str:
     """Return Plotly's script as the page holds it: compressed by zlib, in base64. It is 2 MB instead of 5."""
     return b64encode(zlib.compress(get_plotlyjs().encode())).decode()
+
+
+def moment(seconds: float) -> str:
+    """Return a time in seconds since the epoch as the pages show it, in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (OSError, OverflowError, ValueError):
+        return "an unknown time"
 
 
 def _shown(value: object) -> object:

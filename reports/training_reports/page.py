@@ -25,7 +25,7 @@ from training_reports.contents import RunContents
 from training_reports.evaluations import evaluation_panels
 from training_reports.files import end_of_culprits_log, run_files
 from training_reports.goodput import goodput_table
-from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, write_page
+from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, ReportPage
 from training_reports.peak_memory import memory_comparison_panel, relative_error
 from training_reports.timelines import pipeline_timelines
 
@@ -42,14 +42,26 @@ def write_report(run: RunDirectory, *, job: str = "") -> Path:
     Raises:
         RunDirectoryError: if there is no such directory, or the page cannot be written.
     """
+    return page_of(run, job=job).write(run.report)
+
+
+def page_of(run: RunDirectory, *, job: str = "") -> ReportPage:
+    """Return the report of ``run`` as it stands.
+
+    Args:
+        run: the run.
+        job: as for ``write_report``.
+
+    Raises:
+        RunDirectoryError: if there is no such directory.
+    """
     if not run.path.is_dir():
         raise RunDirectoryError(f"{str(run.path)!r} is not a directory; give the directory of a run")
     contents = RunContents.read(run)
     outcome = contents.outcome
     settings = by_dotted_key(contents.config or {})
     defaults = by_dotted_key(RunConfig().model_dump(mode="json"))
-    return write_page(
-        run.report,
+    return ReportPage(
         "run.html",
         name=run.name,
         source=run.path,

@@ -9,7 +9,7 @@ from llama_core.sweep.grid import SweepConfig
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
 from training_reports.layout import Card, Panel
-from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
+from training_reports.sweep_page import ElementsPage, Problems, elements_page, memory_panel, models
 from training_reports.sweep_rows import Ranking, SweepRow
 from training_reports.sweep_table import Cell, bytes_cell, number
 
@@ -59,7 +59,7 @@ def write_prediction(path: Path, config: SweepConfig, comparison: Comparison) ->
         ],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    return write_elements(path, page, config, name=config.name, source=path.parent)
+    return elements_page(page, config, name=config.name, source=path.parent).write(path)
 
 
 def _named(comparison: Comparison) -> list[ComparisonRow]:

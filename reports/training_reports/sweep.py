@@ -8,8 +8,8 @@ from llama_core.sweep.grid import SweepObjective
 from llama_core.sweep.judgement import read_judgement
 from training_reports import sweep_throughput, sweep_trained
 from training_reports.contents import MEASURES, RunContents
-from training_reports.layout import Card
-from training_reports.sweep_page import ElementsPage, Problems, memory_panel, models, write_elements
+from training_reports.layout import Card, ReportPage
+from training_reports.sweep_page import ElementsPage, Problems, elements_page, memory_panel, models
 from training_reports.sweep_rows import NOT_EVALUATED, Ranking, SweepRow, measured_row
 from training_reports.sweep_summary import next_commands, summarise
 from training_reports.sweep_table import PEAKS, PREDICTED, Cell, bytes_cell, number, predicted_cell
@@ -20,6 +20,15 @@ def write_report(sweep: SweepDirectory) -> Path:
 
     Raises:
         RunDirectoryError: if the directory holds no sweep, or the page cannot be written.
+    """
+    return page_of(sweep).write(sweep.report)
+
+
+def page_of(sweep: SweepDirectory) -> ReportPage:
+    """Return the report of ``sweep`` as it stands.
+
+    Raises:
+        RunDirectoryError: if the directory holds no sweep.
     """
     record = read_record(sweep)
     names = record.names
@@ -71,7 +80,7 @@ def write_report(sweep: SweepDirectory) -> Path:
         commands=list(next_commands(sweep, objective, ranking)),
         judgement=judgement,
     )
-    return write_elements(sweep.report, page, config, name=config.name, source=sweep.path)
+    return elements_page(page, config, name=config.name, source=sweep.path)
 
 
 def _ranking(objective: SweepObjective, rows: Sequence[SweepRow]) -> Ranking:

@@ -9,7 +9,7 @@ from llama_core.sweep.judgement import Judgement
 from llama_core.sweep.naming import values_in_words
 from llama_core.units import format_bytes
 from training_reports import sweep_figures
-from training_reports.layout import Card, Panel, write_page
+from training_reports.layout import Card, Panel, ReportPage
 from training_reports.sweep_history import COLUMNS as HISTORY_COLUMNS
 from training_reports.sweep_history import history_panel, history_rows, shown_time
 from training_reports.sweep_pareto import are_alike, pareto_panel
@@ -61,24 +61,19 @@ class ElementsPage:
     """How the elements compare with earlier sweeps of them."""
 
 
-def write_elements(path: Path, page: ElementsPage, config: SweepConfig, *, name: str, source: Path) -> Path:
-    """Write the page and return its path.
+def elements_page(page: ElementsPage, config: SweepConfig, *, name: str, source: Path) -> ReportPage:
+    """Return the page.
 
     Args:
-        path: the file to write.
         page: what the page says.
         config: the sweep.
         name: the title.
         source: the directory that the page is about.
-
-    Raises:
-        RunDirectoryError: if the page cannot be written.
     """
     ranking = page.ranking
     judgement = page.judgement
     lines = scaling_lines(list(_sized(ranking.ranked)))
-    return write_page(
-        path,
+    return ReportPage(
         "sweep.html",
         kind=page.kind,
         name=name,

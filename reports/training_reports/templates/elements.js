@@ -1,6 +1,5 @@
-// Sorts and filters the table above. Without this script it is as the page was written: the best element first.
-{
-  const section = document.currentScript.closest("section");
+// Sorts and filters the table of a sweep's elements. Without it the table is as it was written: the best element first.
+function arrange(section) {
   const [search, state, told] = ["input", "select", "output"].map((tag) => section.querySelector(tag));
   const body = section.querySelector("tbody");
   const headers = [...section.querySelectorAll("thead th")];
