@@ -74,9 +74,9 @@ def time_spent(attempts: Sequence[Mapping[str, Any]], steps: pd.DataFrame) -> It
             kept = min([last, *(step - 1 for step in later)])
             counts = steps[steps["step"].between(first, kept)]
             repeated = last - max(kept, first - 1)
-        start = _seconds(attempt["started_at"])
-        end = _seconds(attempt["ended_at"])
-        asked = _seconds(attempt["submitted_at"]) if before is None else before
+        start = epoch_seconds(attempt["started_at"])
+        end = epoch_seconds(attempt["ended_at"])
+        asked = epoch_seconds(attempt["submitted_at"]) if before is None else before
         begun = end
         done = end
         if not counts.empty:
@@ -122,7 +122,7 @@ def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else max(0.0, end - start)
 
 
-def _seconds(moment: object) -> float | None:
+def epoch_seconds(moment: object) -> float | None:
     """Return an ISO 8601 time in seconds since the epoch; None for anything else."""
     try:
         return datetime.fromisoformat(str(moment)).timestamp()

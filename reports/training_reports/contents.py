@@ -19,6 +19,7 @@ from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.planning.memory.host import FREED, HostMemory
 from llama_core.planning.memory.profile import MemoryProfile
 from llama_core.planning.plan import ParallelPlan
+from llama_core.records.activity import Activity, read_activities
 from llama_core.records.data_changes import DataChange, read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score, read_scores
@@ -28,6 +29,7 @@ from llama_core.records.measurements import BenchmarkRecord, ExpectedStep, Sampl
 from llama_core.records.metrics import read_metrics
 from llama_core.records.preflight import PreflightRecord, read_preflights
 from llama_core.records.profiles import ProfileRecord, read_profiles
+from llama_core.records.rollbacks import Rollback, read_rollbacks
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.records.stragglers import Straggler, read_stragglers
 from llama_core.records.timelines import LaneRecord, read_lanes
@@ -88,6 +90,10 @@ class RunContents:
     """The ranks that fell behind while it trained; empty if there were none, or their record is damaged."""
     scores: Sequence[Score]
     """What its checkpoints have scored; empty if none was evaluated, or a file is damaged."""
+    rollbacks: Sequence[Rollback]
+    """Its returns to a checkpoint; empty if there were none, or their record is damaged."""
+    activities: Sequence[Activity]
+    """What its first rank has done besides steps; the same."""
 
     @classmethod
     def read(cls, run: RunDirectory) -> Self:
@@ -143,6 +149,8 @@ class RunContents:
             preflights=_readable(lambda: read_preflights(run)),
             stragglers=_readable(lambda: read_stragglers(run)),
             scores=_readable(lambda: read_scores(run)),
+            rollbacks=_readable(lambda: read_rollbacks(run)),
+            activities=_readable(lambda: read_activities(run)),
         )
 
     @cached_property

@@ -1,7 +1,7 @@
 """The files of a run that its page links to, and the end of the log that explains a failure."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -13,7 +13,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_typed
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.retention import by_held_out_loss
-from llama_core.redaction import redacted
+from llama_core.redaction import redacted, shell_word
 from llama_core.trackers.registry import TRACKERS
 
 LOG_LINES = 20
@@ -21,6 +21,7 @@ LOG_LINES = 20
 MAX_LOGS = 8
 """Most logs of ranks with a link of their own."""
 
+_LOG = re.compile(r"rank-([0-9]{5,9})\.log")
 _RANK = re.compile(r"\brank (\d{1,9})\b")
 
 
@@ -33,6 +34,36 @@ class Link:
     """Its address, relative to the run directory, where the page is."""
 
 
+@dataclass(frozen=True)
+class RankOutputs:
+    """The end of what ranks have printed."""
+
+    ends: Mapping[str, str]
+    """The last lines of each, by its name."""
+    more: str
+    """How to see the others."""
+
+
+NO_OUTPUTS = RankOutputs({}, "")
+
+
+def logs_of_ranks(run: RunDirectory) -> list[Path]:
+    """Return the files with the output of each rank, in order of their names."""
+    return sorted(run.logs.glob("rank-*.log"))
+
+
+def outputs_of_ranks(run: RunDirectory) -> RankOutputs:
+    """Return the last lines that the first ``MAX_LOGS`` ranks have printed in their newest attempt."""
+    logs = logs_of_ranks(run)
+    ends = {}
+    for path in logs[:MAX_LOGS]:
+        if number := _LOG.fullmatch(path.name):
+            rank = int(number[1])
+            ends[f"Rank {rank}"] = redacted("\n".join(end_of_log(run, rank).splitlines()[-LOG_LINES:]))
+    shown = f"The first {len(ends)} of {len(logs):,} ranks. Others: " if len(logs) > len(ends) else "More lines: "
+    return RankOutputs(ends, f"{shown}training-infra logs {shell_word(run.path)} --rank N --lines 200")
+
+
 def run_files(run: RunDirectory, best_by: str = "") -> dict[str, list[Link]]:
     """Return the links to the run's files, by kind; a kind without a file is missing.
 
@@ -40,7 +71,7 @@ def run_files(run: RunDirectory, best_by: str = "") -> dict[str, list[Link]]:
         run: the run.
         best_by: the name of the held-out loss whose lowest value marks the best checkpoint.
     """
-    logs = sorted(run.logs.glob("rank-*.log"))
+    logs = logs_of_ranks(run)
     # not those of packages, which this process need not know: the page follows from the run alone
     of_trackers = [run.tracker(kind.name) for kind in TRACKERS.built_in()]
     kinds = {

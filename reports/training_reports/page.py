@@ -1,7 +1,6 @@
 """The report of one run: a single HTML file that opens offline, made from the run directory alone."""
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,13 @@ from training_reports.by_rank import memory_by_rank
 from training_reports.by_step import panels_of_learning, panels_of_running, weights_of_named
 from training_reports.contents import RunContents
 from training_reports.evaluations import evaluation_panels
-from training_reports.files import end_of_culprits_log, run_files
+from training_reports.events import COLUMNS as EVENT_COLUMNS
+from training_reports.events import events_table
+from training_reports.files import NO_OUTPUTS, RankOutputs, end_of_culprits_log, run_files
 from training_reports.goodput import goodput_table
-from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, ReportPage
+from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, ReportPage, moment
 from training_reports.peak_memory import memory_comparison_panel, relative_error
+from training_reports.progress import job_sentence, progress_of
 from training_reports.timelines import pipeline_timelines
 
 
@@ -45,12 +47,13 @@ def write_report(run: RunDirectory, *, job: str = "") -> Path:
     return page_of(run, job=job).write(run.report)
 
 
-def page_of(run: RunDirectory, *, job: str = "") -> ReportPage:
+def page_of(run: RunDirectory, *, job: str = "", outputs: RankOutputs = NO_OUTPUTS) -> ReportPage:
     """Return the report of ``run`` as it stands.
 
     Args:
         run: the run.
         job: as for ``write_report``.
+        outputs: what its ranks have printed, if the page is to show it.
 
     Raises:
         RunDirectoryError: if there is no such directory.
@@ -75,6 +78,10 @@ def page_of(run: RunDirectory, *, job: str = "") -> ReportPage:
         log_end=end_of_culprits_log(run, outcome),
         last_signs=_last_signs(contents),
         resume_command=resume_command(run, contents.setting("data", "source")),
+        progress=progress_of(run, contents) if job else None,
+        outputs=outputs,
+        events=events_table(run, contents),
+        event_columns=EVENT_COLUMNS,
         cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
         panels=_panels(contents),
         goodput=goodput_table(run),
@@ -221,13 +228,9 @@ def _last_signs(contents: RunContents) -> Iterator[str]:
     job = contents.job
     latest = contents.heartbeat
     if job is not None:
-        yield f"Job {job.job_id} ({job.launcher}) was submitted from {job.host}, {job.submitted_at}."
+        yield job_sentence(job)
     if latest is not None:
-        try:
-            seen = datetime.fromtimestamp(latest.time, UTC).isoformat(timespec="seconds")
-        except (OSError, OverflowError, ValueError):
-            seen = "at an unknown time"
-        yield f"Last sign of life: step {latest.step} with a loss of {latest.loss:.4f}, {seen}."
+        yield f"Last sign of life: step {latest.step} with a loss of {latest.loss:.4f}, {moment(latest.time)}."
 
 
 def _no_entropies(contents: RunContents) -> str:
@@ -329,7 +332,9 @@ def _peak_memory(contents: RunContents) -> Card:
         for how, field, profile in contents.predictions_alive
     ]
     if measured is None:
-        return Card("Peak memory", None, "", [contents.missing["training"], *lines])
+        newest = contents.heartbeat
+        value, unit = format_bytes(newest.memory_added_bytes).split(" ") if newest else (None, "")
+        return Card("Peak memory", value, f"{unit} so far", [contents.missing["training"], *lines])
     value, unit = format_bytes(measured).split(" ")
     if contents.training and contents.training.memory_reserved_bytes:
         taken = format_bytes(contents.training.memory_reserved_bytes)
