@@ -53,6 +53,7 @@ COMMANDS = {
     ),
     "follow a run, and use it": (
         runs.LOGS,
+        runs.WATCH,
         runs.CANCEL,
         runs.DOCTOR,
         runs.REPORT,

@@ -40,7 +40,7 @@ def command(profile, *options):
         "--disable-background-networking",
         "--disable-component-update",
         "--disable-sync",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
         f"--user-data-dir={profile}",
         *options,
     ]
@@ -127,7 +127,7 @@ class Browser:
         """Open a page and yield its tab; fail at the end if it has written errors or warnings to the console.
 
         Args:
-            page: the file.
+            page: the file, or an address of this machine.
             width: of the window, in CSS pixels.
             height: of the window, in CSS pixels.
             phone: whether the page sees a touch screen and a mobile browser, which heeds its viewport.
@@ -141,7 +141,7 @@ class Browser:
         tab.call("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         tab.call("Emulation.setEmulatedMedia", features=[scheme])
-        tab.call("Page.navigate", url=page.as_uri())
+        tab.call("Page.navigate", url=page if isinstance(page, str) else page.as_uri())
         self.wait_for("Page.loadEventFired", tab.session)
         tab.evaluate(ALL_DRAWN)
         yield tab

@@ -115,7 +115,7 @@ def wait_for_a_step(path):
 COMMANDS = (
     *("models", "estimate-memory", "dry-run", "validate-environment", "calibrate", "tokenize"),
     *("train", "benchmark", "profile", "sweep", "decay"),
-    *("logs", "cancel", "doctor", "report", "compare", "evaluate", "generate", "export-hf"),
+    *("logs", "watch", "cancel", "doctor", "report", "compare", "evaluate", "generate", "export-hf"),
 )
 OF_RUNS = ("estimate-memory", "dry-run", "validate-environment", "tokenize", "train", "benchmark")
 """Commands that take the flags of a run."""

@@ -135,6 +135,38 @@ REPORT = Command(
 )
 
 
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 0 to 65535")
+    return int(text)
+
+
+def _watch(options: argparse.Namespace) -> None:
+    from training_reports.watch import WatchServer
+
+    with WatchServer(options.directory, options.host, options.port) as server:
+        print_line(f"{server.url} shows {options.directory} until Ctrl-C")
+        server.serve_forever()
+
+
+WATCH = Command(
+    "watch",
+    "show a run or a sweep in a browser while it goes on",
+    _watch,
+    examples=("runs/mine", "sweeps/mine --port 9000", "runs/mine --host 0.0.0.0"),
+    arguments=(
+        Argument("directory", type=Path, metavar="RUN_DIR|SWEEP_DIR", help="the directory of a run or a sweep"),
+        Argument("--port", type=_port, metavar="9000", default=8642, help="0 for any free one; default: 8642"),
+        Argument(
+            "--host",
+            metavar="0.0.0.0",
+            help="address for browsers of other machines, which then need the token of the printed address; default: "
+            "this machine only, without a token",
+        ),
+    ),
+)
+
+
 def _compare(options: argparse.Namespace) -> None:
     from training_reports.compare import write_comparison
     from training_reports.run_comparison import compare_runs
