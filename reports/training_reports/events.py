@@ -51,6 +51,8 @@ def _events(run: RunDirectory, contents: RunContents) -> Iterator[RunEvent]:
         began = epoch_seconds(check.started_at) or 0.0  # the record was checked to have a time
         for found in (*check.named, *check.unmeasured):
             yield RunEvent(began, None, f"before the first step: {found}")
+    for straggler in contents.stragglers:
+        yield from _change(contents.steps, straggler.step, str(straggler))
     for change in contents.data_changes:
         yield from _change(contents.steps, change.step, str(change))
     for later in contents.settings_changes:
@@ -58,7 +60,7 @@ def _events(run: RunDirectory, contents: RunContents) -> Iterator[RunEvent]:
 
 
 def _change(steps: pd.DataFrame, step: int, what: str) -> Iterator[RunEvent]:
-    """Yield a change after ``step`` at the time when the next step began; nothing before it has been taken."""
+    """Yield what happened after ``step`` at the time when the next step began; nothing before it has been taken."""
     for row in steps[steps["step"] > step].head(1).to_dict("records"):
         yield RunEvent(row["time"] - row["step_seconds"], step, what)
 

@@ -90,7 +90,11 @@ class Serving:
 
     def beat(self, flow_run_id):
         """Send a heartbeat of a flow run of ``train``."""
-        flow = {"prefect.resource.id": "prefect.flow.x", "prefect.resource.role": "flow", "prefect.resource.name": "train"}
+        flow = {
+            "prefect.resource.id": "prefect.flow.x",
+            "prefect.resource.role": "flow",
+            "prefect.resource.name": "train",
+        }
         event = {
             "occurred": datetime.now(UTC).isoformat(),
             "event": "prefect.flow-run.heartbeat",

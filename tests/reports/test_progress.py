@@ -13,6 +13,7 @@ from llama_core.records.files import read_typed, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.preflight import NamedRank, PreflightRecord, append_preflight
 from llama_core.records.rollbacks import Rollback, write_rollbacks
+from llama_core.records.stragglers import Straggler, append_stragglers
 from training_reports.contents import RunContents
 from training_reports.events import MAX_EVENTS, events_table
 from training_reports.layout import moment
@@ -76,12 +77,15 @@ def test_events_are_told_newest_first_with_their_steps(at_work):
     write_rollbacks(at_work, [Rollback(6, 9, "loss 9.1 after 2.4", {}, BEGIN + 5095)])
     slow = NamedRank(3, "node7", "H100", ("takes 2.0 s where its peers take 1.0 s",), slows_training=True)
     append_preflight(at_work, PreflightRecord(moment(BEGIN + 1), 2.0, (), (slow,)))
+    behind = Straggler(2, "node7", "H100", "a product of matrices takes 3 ms, and 1 ms on its peers", 7, 9)
+    append_stragglers(at_work, [behind])
     rows, left_out = events_table(at_work, RunContents.read(at_work))
     assert [row[0] for row in rows] == sorted((row[0] for row in rows), reverse=True)
     told = {row[2]: row[1] for row in rows}
     assert told["went back to the checkpoint of step 6: loss 9.1 after 2.4"] == 9
     assert told["before the first step: rank 3 on node7 (H100): takes 2.0 s where its peers take 1.0 s"] is None
     assert told["attempt 2 started"] is None
+    assert told[str(behind)] == 9
     assert any(step == 10 and what.startswith("held-out loss ") for what, step in told.items())
     assert left_out == ""
 
