@@ -25,6 +25,7 @@ from llama_core.chain.announcements import (
     say_weights,
 )
 from llama_core.chain.expected import expected_time, record_expected_step
+from llama_core.chain.report import say_report
 from llama_core.chain.samples import say_next, say_samples
 from llama_core.chain.steps import NOT_REHEARSED
 from llama_core.errors import StoppedError, TrainingInfraError
@@ -151,10 +152,10 @@ def _reported(run: RunDirectory, write: Callable[[RunDirectory], Path]) -> Itera
         say_goodput(run)
         say_metrics(run)
         try:
-            say("report", str(write(run)))
+            say_report(run, write(run))
         except TrainingInfraError as error:
             say("report", str(error))
         raise
     say_goodput(run)
     say_metrics(run)
-    say("report", str(write(run)))
+    say_report(run, write(run))

@@ -8,6 +8,10 @@ from llama_core.errors import RunDirectoryError
 from llama_core.redaction import shell_word
 
 CHECKPOINTS = "checkpoints"
+SWEEP_RECORD = "sweep.json"
+"""The record in a sweep's directory."""
+SWEEP_RUNS = "runs"
+"""The folder in a sweep's directory that holds the runs of its elements."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,13 @@ class RunDirectory:
     def name(self) -> str:
         """The run's name, which is the directory's."""
         return self.path.name
+
+    @property
+    def sweep(self) -> str:
+        """The name of the sweep that has the run as an element; empty if none has."""
+        folder = self.path.absolute().parent
+        is_of_sweep = folder.name == SWEEP_RUNS and (folder.parent / SWEEP_RECORD).is_file()
+        return folder.parent.name if is_of_sweep else ""
 
     @property
     def config(self) -> Path:

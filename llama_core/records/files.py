@@ -335,7 +335,7 @@ def by_dotted_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     return values
 
 
-def write_json(path: Path, record: object, *, durable: bool = True) -> None:
+def write_json(path: Path, record: object, *, durable: bool = True, replaces: bool = True) -> None:
     """Write a mapping or dataclass atomically as JSON with its ``schema_version`` and without secrets.
 
     See ``atomic_write`` and ``redacted``.
@@ -343,7 +343,7 @@ def write_json(path: Path, record: object, *, durable: bool = True) -> None:
     payload = asdict(record) if is_dataclass(record) and not isinstance(record, type) else record
     if not isinstance(payload, Mapping):
         raise TypeError(f"a record is a mapping or a dataclass, not {type(record).__name__}")
-    with atomic_write(path, durable=durable) as temporary:
+    with atomic_write(path, durable=durable, replaces=replaces) as temporary:
         record = {"schema_version": SCHEMA_VERSION, **redacted_values(payload)}
         temporary.write_text(json.dumps(record, indent=2) + "\n")
 

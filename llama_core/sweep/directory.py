@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import StringConstraints
 
 from llama_core.launch.outcome import read_outcome
-from llama_core.records.directory import RunDirectory
+from llama_core.records.directory import SWEEP_RECORD, SWEEP_RUNS, RunDirectory
 from llama_core.records.files import read_typed, write_json
 from llama_core.runs.continuing import is_finished
 from llama_core.sweep.grid import GridValue, SweepConfig
@@ -31,7 +31,7 @@ class SweepDirectory:
     @property
     def record(self) -> Path:
         """The ``SweepRecord``."""
-        return self.path / "sweep.json"
+        return self.path / SWEEP_RECORD
 
     @property
     def lock(self) -> Path:
@@ -50,7 +50,7 @@ class SweepDirectory:
 
     def run(self, element: str) -> RunDirectory:
         """Return the run directory of an element, by its name."""
-        return RunDirectory(self.path / "runs" / element)
+        return RunDirectory(self.path / SWEEP_RUNS / element)
 
 
 ElementName = Annotated[str, StringConstraints(pattern=r"^[\w,=+-][\w.,=+-]*$")]

@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
+from threading import Thread
 
 from llama_core.errors import EnvironmentMismatchError
 from llama_core.imports import how_to_install
 from llama_core.trackers.traits import AskedTracker, TrackedRun, Tracker
+
+KEEP_SECONDS = 30.0
+"""How long the end of a run waits for a tracker that keeps a file."""
 
 
 class GuardedTracker:
@@ -74,3 +79,30 @@ def _opened(asked: AskedTracker, run: TrackedRun) -> Tracker:
         raise EnvironmentMismatchError(
             f"{asked.setting} needs the {package} package; {how_to_install(package)}, or do without it"
         ) from None
+
+
+def keep_file(asked: AskedTracker, run: TrackedRun, file: Path, tell: Callable[[str], None]) -> None:
+    """Let a tracker keep a file of a run that has ended, if it can; a failure costs one warning.
+
+    Args:
+        asked: the tracker.
+        run: the run.
+        file: the file.
+        tell: called with the warning.
+    """
+    failures: list[Exception] = []
+
+    def keep() -> None:
+        try:
+            asked.kind.keep(run, asked.settings, file)
+        except Exception as error:  # of a disk, of a service elsewhere, or of its client
+            failures.append(error)
+
+    thread = Thread(target=keep, name=f"{file.name} for {asked.kind.title}", daemon=True)
+    thread.start()
+    thread.join(KEEP_SECONDS)
+    without = f"{asked.kind.title} does not get {file.name}"
+    for error in failures:
+        tell(f"{without}: {type(error).__name__}: {error}")
+    if thread.is_alive():
+        tell(f"{without}: it did not answer within {KEEP_SECONDS:g} s")

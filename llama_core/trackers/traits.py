@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
 from llama_core.records.directory import RunDirectory
+from llama_core.records.files import intact, read_json
 
 EVALUATIONS = "evaluations"
 """The part of a run that the scores of its checkpoints are."""
@@ -29,13 +31,30 @@ class TrackedRun:
 
     directory: RunDirectory
     configuration: Mapping[str, Any]
-    """All settings of the run, nested."""
+    """All settings of the run, nested, as JSON without secrets."""
     fingerprint: Callable[[], str]
     """Returns 16 hex digits that the run keeps when it is resumed, unless it gets another number of steps."""
+    group: str
+    """The name that it has in common with runs beside it: that of its sweep, or else its own."""
     resumed_at: int = 0
     """The last step that is recorded already; 0 at the beginning of a run."""
     part: str = ""
     """What it gets: the steps if empty, or ``EVALUATIONS``, the scores, which another process sends meanwhile."""
+
+    def records(self) -> dict[str, Any]:
+        """Return the run's plan, its estimate and its environment (versions, commit, devices), as far as recorded.
+
+        Raises:
+            RunDirectoryError: if one of them is damaged.
+        """
+        run = self.directory
+        found: dict[str, Any] = {
+            path.stem: read_json(path, run.path) for path in (run.plan, run.estimate) if path.exists()
+        }
+        if run.environment.exists():
+            with intact(run.environment):
+                found["environment"] = dict(read_json(run.environment, run.path)["facts"])
+        return found
 
 
 class Tracker(Protocol):
@@ -79,6 +98,10 @@ class TrackerType(Generic[Settings]):
     problems: Callable[[Settings], Iterable[str]] = lambda _: ()
     """Returns what it lacks on this machine, such as a key, one line each with the remedy. It is called before a job is
     submitted."""
+    keep: Callable[[TrackedRun, Settings, Path], None] = lambda *_: None
+    """Keeps a file, the report, with what the tracker has of a run that has ended, if it can; it may raise whatever it
+    likes. It is called where the chain of the run is followed, which waits for it for ``guarded.KEEP_SECONDS`` at
+    most."""
     variables: tuple[str, ...] = ()
     """Environment variables that it reads; ``validate-environment`` names those that are set."""
     makes_links: bool = False

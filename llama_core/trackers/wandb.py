@@ -67,12 +67,12 @@ def _open(run: TrackedRun, settings: WandbSettings) -> WandbTracker:
         wandb.init(
             project=settings.project,
             name=name,
-            group=directory.name,
+            group=run.group,
             id=re.sub(r"[/\\#?%:]", "-", f"{name}-{run.fingerprint()}"),  # W&B refuses these characters
             resume="allow",
             mode=settings.mode,
             dir=directory.logs,
-            config=dict(run.configuration),
+            config={**run.configuration, **run.records()},
             settings=wandb.Settings(console="off", silent=True),
         )
     )

@@ -13,6 +13,7 @@ from llama_core.records.files import write_json
 from llama_core.records.measurements import NAMED_LOSS, StepRecord
 from llama_core.records.metrics import append_metrics, write_metrics_part
 from llama_core.records.settings_changes import first_values, read_settings_changes
+from llama_core.redaction import redacted_values
 from llama_core.trackers.guarded import GuardedTracker
 from llama_core.trackers.traits import TrackedRun
 from llama_core.units import format_bytes
@@ -101,8 +102,9 @@ def tracked_run(run: RunDirectory, config: RunConfig, *, resumed_at: int = 0, pa
     """Return what trackers are told about a run, or about a part of it; see ``TrackedRun``."""
     return TrackedRun(
         run,
-        configuration=config.model_dump(),
+        configuration=redacted_values(config.model_dump(mode="json")),
         fingerprint=lambda: _as_begun(run, config).fingerprint(),
+        group=run.sweep or run.name,
         resumed_at=resumed_at,
         part=part,
     )

@@ -82,7 +82,7 @@ def test_it_is_turned_on_by_one_setting_and_off_by_null():
         ({"toy": {"project": "a", "x": 1}}, "unknown key 'tracking.trackers.toy.x'"),
         ({"toy": {}}, "tracking.trackers.toy.project={}: field required"),
         ({"toy": True}, "tracking.trackers.toy=True: this is a section of keys, not a value"),
-        ({"toys": {}}, "tracking.trackers.toys={}: choose one of toy; did you mean 'toy'?"),
+        ({"toys": {}}, "tracking.trackers.toys={}: choose one of mlflow, toy; did you mean 'toy'?"),
         ({"wandb": {"mode": "online"}}, "tracking.trackers.wandb={'mode': 'online'}: use tracking.wandb"),
         (["toy"], "tracking.trackers=['toy']: input should be a valid dictionary"),
     ],

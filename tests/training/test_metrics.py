@@ -12,7 +12,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.evaluation.score_trackers import show_scores
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score
-from llama_core.records.files import now, read_json
+from llama_core.records.files import now, read_json, write_json
 from llama_core.records.measurements import StepRecord
 from llama_core.records.metrics import drop_metrics_after, newest_evaluation, read_metrics, set_aside
 from llama_core.training.metrics import HeartbeatSink, MetricsSinks, ParquetSink, format_record
@@ -135,6 +135,19 @@ def test_each_named_held_out_loss_is_a_line_of_its_own_in_weights_and_biases(run
         10: {"eval_loss/code": 10, "eval_loss/wiki": 11},
         20: {"eval_loss/code": 20, "eval_loss/wiki": 21},
     }
+
+
+def test_weights_and_biases_gets_the_sweep_as_a_group_and_the_plan_beside_the_settings(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr("wandb.init", lambda **asked: given.update(asked))
+    write_json(tmp_path / "sweep" / "sweep.json", {})
+    element = RunDirectory(tmp_path / "sweep" / "runs" / "lr=1")
+    element.create()
+    write_json(element.plan, {"tp": 2})
+    MetricsSinks.open(element, config(wandb="offline", tensorboard=False), resumed_at=0)
+    assert given["group"] == "sweep"
+    assert given["config"]["plan"] == {"tp": 2}
+    assert given["config"]["tracking"]["wandb"] == "offline"
 
 
 @pytest.fixture
