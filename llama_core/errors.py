@@ -116,6 +116,10 @@ class HubError(RequestError):
     """Files of the Hugging Face Hub that cannot be had: do what the message says, or name a folder here."""
 
 
+class StorageError(RequestError):
+    """Files of an object store that cannot be had or written: do what the message says, or name a folder here."""
+
+
 class EnvironmentMismatchError(RequestError):
     """Something this machine lacks: install it, or ask for less."""
 

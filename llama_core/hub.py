@@ -23,6 +23,8 @@ from typing import Any, Literal, Self
 from llama_core.errors import HubError, TrainingInfraError
 from llama_core.imports import how_to_install
 from llama_core.records.files import is_disk_full, no_room, user_path
+from llama_core.storage.copies import described_checkpoint
+from llama_core.storage.stores import is_url
 
 RepositoryKind = Literal["model", "dataset"]
 
@@ -125,13 +127,16 @@ class HubCommit:
 
 
 def folder_of(text: str) -> Path:
-    """Return the folder that a path or the name of a model stands for.
+    """Return the folder that a path, the name of a model, or the address of a run stands for.
 
-    That of a name is in the cache, with its description but perhaps without weights.
+    That of a name or an address is in the cache, with its description but perhaps without weights.
 
     Raises:
         HubError: if a name stands for nothing, or its files cannot be downloaded.
+        StorageError: the same for an address.
     """
+    if is_url(text):
+        return described_checkpoint(text)
     name = HubName.of(text)
     if name is None:
         return user_path(text)

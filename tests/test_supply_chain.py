@@ -57,7 +57,7 @@ def test_every_package_that_is_installed_here_has_a_version_in_the_constraints()
 def test_the_constraints_meet_every_requirement_of_the_project(python):
     pins = constraints(python)
     extras = PROJECT["optional-dependencies"]
-    names = ("deepspeed", "eval", "hf", "mlflow", "wandb", "dev")
+    names = ("cloud", "deepspeed", "eval", "hf", "mlflow", "wandb", "dev")
     lines = [*PROJECT["dependencies"], *(line for name in names for line in extras[name])]
     for one in (one for one in map(Requirement, lines) if one.name != PROJECT["name"]):
         (pin,) = pins[canonicalize_name(one.name)].specifier

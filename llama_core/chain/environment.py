@@ -14,9 +14,12 @@ from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
+from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.runs.continuing import RUNS
 from llama_core.schedules.registry import SCHEDULES
+from llama_core.storage.mirror import Mirror, explained, mirror_url
+from llama_core.storage.upload import refuse_foreign_mirror
 from llama_core.trackers.registry import TRACKERS
 
 
@@ -36,6 +39,7 @@ def validate_environment(
     check_machine(found, config, run_dir, saves=saves)
     if config is not None:
         _check_files(found, config, RunDirectory(run_dir))
+        _check_mirror(found, config, RunDirectory(run_dir))
     for launcher in known_launchers():
         starts_it = config is not None and config.launch.kind == launcher.kind
         launcher.check(found, config if starts_it else None)
@@ -71,3 +75,28 @@ def _check_files(found: Findings, config: RunConfig, run: RunDirectory) -> None:
             found.warnings += other_tokenizer(asked.config, run)
     except RequestError as error:
         found.errors.append(str(error))
+
+
+def _check_mirror(found: Findings, config: RunConfig, run: RunDirectory) -> None:
+    """Check that the checkpoints of a run may go to its mirror, and that it goes on from the newest one there."""
+    prefix = config.training.checkpoint_mirror
+    if prefix is None:
+        return
+    try:
+        mirror = Mirror(mirror_url(prefix, run.name))
+        contents = refuse_foreign_mirror(mirror, run)
+    except RequestError as error:
+        found.errors.append(str(error))
+        return
+    except OSError as error:
+        problem = str(explained(prefix, error))
+        # the nodes of a job may reach what this machine does not
+        (found.errors if config.launch.is_here else found.warnings).append(problem)
+        return
+    newest = max(contents.whole, default="")
+    here = newest_checkpoint(run)
+    if newest > (here.name if here else ""):
+        found.errors.append(
+            f"{mirror} has {newest}, which is newer than what {run.path} has; go on from there with: training-infra "
+            f"train --resume --run-dir {mirror}"
+        )

@@ -13,7 +13,7 @@ from llama_core.chain.environment import validate_environment
 from llama_core.chain.expected import expected_step
 from llama_core.chain.prepare import refuse_unfit
 from llama_core.config.run import RunConfig
-from llama_core.errors import ConfigError, DeadlockError, DoesNotFitError, EnvironmentMismatchError
+from llama_core.errors import ConfigError, DeadlockError, DoesNotFitError, EnvironmentMismatchError, RequestError
 from llama_core.evaluation.evaluator import Evaluator
 from llama_core.evaluation.jobs import evaluations_of
 from llama_core.imports import importing_torch
@@ -33,6 +33,8 @@ from llama_core.runs.console import say, say_output, watch
 from llama_core.runs.continuing import is_finished
 from llama_core.runs.loading import load_config, load_plan
 from llama_core.runs.stopping import check_outcome, stopping_on_interrupt
+from llama_core.storage.mirror import mirror_url
+from llama_core.storage.upload import upload_missing
 
 if TYPE_CHECKING:
     from llama_core.rehearsal.dry_run import DryRunResult
@@ -129,10 +131,25 @@ def submit(run: RunDirectory, only: Part | None = None) -> JobHandle | None:
     Raises:
         RunDirectoryError, EnvironmentMismatchError: if the job cannot be started.
     """
-    if only != "benchmark" and is_finished(run):
-        return None
     config = load_config(run)
+    if only != "benchmark" and is_finished(run):
+        _complete_mirror(run, config)
+        return None
     return submission.submit(run, config, config.parallel.gpus, only)  # the plan may be that of fewer nodes
+
+
+def _complete_mirror(run: RunDirectory, config: RunConfig) -> None:
+    """Copy what the mirror of a finished run lacks; the run is finished even if that fails."""
+    prefix = config.training.checkpoint_mirror
+    if prefix is None:
+        return
+    try:
+        copied = upload_missing(run, prefix, fingerprint=config.fingerprint(), keep=config.retention)
+    except RequestError as error:
+        say("mirror", str(error))
+    else:
+        if copied:
+            say("mirror", f"copied {', '.join(copied)} to {mirror_url(prefix, run.name)}")
 
 
 def follow(run: RunDirectory, on_step: Callable[[StepRecord], None] | None = None) -> TrainingSummary | None:

@@ -39,6 +39,7 @@ ALSO_CALLED = {
     "training.keep_best": ("load_best_model_at_end", "save_top_k"),
     "training.patience": ("early_stopping_patience", "early_stopping"),
     "training.keep_best_by": ("metric_for_best_model",),
+    "training.checkpoint_mirror": ("remote_checkpoint_path", "cloud_path", "save_folder", "upload_dir", "storage_path"),
     "training.on_bad_step": ("on_spike", "on_loss_spike", "on_nan"),
     "parallel.gpus": ("num_gpus", "ngpus", "devices", "world_size"),
     "parallel.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),

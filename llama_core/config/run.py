@@ -411,7 +411,9 @@ class RunConfig(Section):
         num_steps = self.training.steps or 0
         every = 1 if self.training.checkpoint_every == "auto" else self.training.checkpoint_every
         num_saves = num_steps // every + 1 if every else 1
-        return self.retention.most(self.num_tokens or 0, num_saves)
+        # one that is being copied to the mirror stays until it has been
+        held = 0 if self.training.checkpoint_mirror is None else 1
+        return self.retention.most(self.num_tokens or 0, num_saves) + held
 
     @property
     def retention(self) -> Retention:

@@ -25,13 +25,14 @@ from llama_core.config.hardware import MAX_DEVICES, gpu_spec
 from llama_core.config.job_request import JobRequest
 from llama_core.config.section import Key, KnownName, Section
 from llama_core.config.slurm import SlurmConfig
-from llama_core.errors import did_you_mean
+from llama_core.errors import ConfigError, StorageError, did_you_mean
 from llama_core.launchers.registry import DEFAULT_LAUNCHER, LAUNCHERS
 from llama_core.launchers.traits import LauncherType
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.optimizers.registry import DEFAULT_OPTIMIZER, OPTIMIZERS
 from llama_core.records.retention import Retention
 from llama_core.schedules.registry import SCHEDULES
+from llama_core.storage.stores import checked_url
 from llama_core.trackers.registry import TRACKERS
 from llama_core.trackers.tensorboard import TENSORBOARD, TensorBoardSettings
 from llama_core.trackers.traits import AskedTracker, TrackerSettings
@@ -456,8 +457,19 @@ class TrainingConfig(Section):
     keep_best_by: Annotated[str, Key(on_resume="allow", changes="nothing")] = UNNAMED
     """Name of the held-out loss that says which checkpoint is best, as in `data.validation` or, without it,
     `data.sources`; default: the loss over all held-out tokens."""
+    checkpoint_mirror: Annotated[str | None, Key(on_resume="allow", changes="nothing")] = None
+    """Address below which checkpoints are copied while the run trains, such as s3://bucket/prefix; the run is at
+    prefix/RUN_NAME."""
     patience: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(0, ge=0)
     """Evaluations in a row without a lower held-out loss (`keep_best_by`) after which the run ends; 0: never."""
+
+    @field_validator("checkpoint_mirror")
+    @classmethod
+    def _address_of_mirror(cls, url: str | None) -> str | None:
+        try:
+            return None if url is None else checked_url(url)
+        except StorageError as error:
+            raise ConfigError(f"training.checkpoint_mirror: {error}") from None
 
     @property
     def retention(self) -> Retention:

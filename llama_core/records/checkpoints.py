@@ -31,6 +31,11 @@ def checkpoint_name(step: int) -> str:
     return f"{PREFIX}{step:08d}"
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether a directory of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 def list_checkpoints(run: RunDirectory) -> list[Path]:
     """Return the directories of all checkpoints, oldest first, complete or not."""
     named = (path for path in run.checkpoints.glob(f"{PREFIX}*") if _NAME.fullmatch(path.name))

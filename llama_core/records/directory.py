@@ -238,6 +238,16 @@ class RunDirectory:
         return self.path / "settings_changes.json"
 
     @property
+    def mirror(self) -> Path:
+        """The ``MirrorRecord`` of the run; missing without ``training.checkpoint_mirror``."""
+        return self.path / "mirror.json"
+
+    @property
+    def mirrored(self) -> Path:
+        """Folder of the counters and manifests of the checkpoints on the mirror."""
+        return self.path / "mirrored"
+
+    @property
     def report(self) -> Path:
         """The HTML report."""
         return self.path / "report.html"

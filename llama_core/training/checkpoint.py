@@ -19,7 +19,7 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,6 +99,11 @@ class Checkpointer:
         self._settings = run.config.read_text() if settings is None else settings
         self._pending: _Pending | None = None
         self._damaged: set[str] = set()
+        self._newest = ""  # the last that was published here
+        self.on_published: Callable[[], None] = lambda: None
+        """Called on the first rank when a checkpoint is complete."""
+        self.is_held: Callable[[Path], bool] = lambda checkpoint: False
+        """Says of a checkpoint that is no longer kept whether somebody still reads it."""
 
     def save(self, step: int, engine: Engine, state: Mapping[str, Any]) -> None:
         """Start writing the state after ``step``; ``poll`` or ``finish`` publishes it.
@@ -179,12 +184,18 @@ class Checkpointer:
         self._damaged.discard(final.name)
         with atomic_write(self.run.checkpoints / LATEST) as temporary:
             temporary.write_text(final.name + "\n")
+        self._newest = final.name
+        self.on_published()
+        self.remove_others()
+
+    def remove_others(self) -> None:
+        """Delete the checkpoints that are no longer kept, but for those that are held; only the first rank does."""
         # any later checkpoint was found damaged
-        so_far = [path for path in list_checkpoints(self.run) if path.name <= final.name]
+        so_far = [path for path in list_checkpoints(self.run) if path.name <= self._newest]
         good = [path for path in so_far if path.name not in self._damaged]
         kept = self.keep.kept(good)
         for path in so_far:
-            if path not in kept:
+            if path not in kept and not self.is_held(path):
                 self._remove(path)
 
     def load(self, engine: Engine) -> dict[str, Any] | None:

@@ -45,6 +45,7 @@ from llama_core.training.parts.held_out import HeldOut
 from llama_core.training.parts.length import RunLength
 from llama_core.training.parts.memory import MemoryReport
 from llama_core.training.parts.metrics_log import MetricsLog
+from llama_core.training.parts.mirror import CheckpointMirror
 from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.patience import Patience
 from llama_core.training.parts.preparations import CompiledBlocks, ReferenceModel
@@ -225,6 +226,9 @@ class Trainer:
             Patience(config.training, self.progress),  # does that end the run?
             self.metrics,  # its record
             self.bad_steps,  # does a bad step end the run?
+            CheckpointMirror(
+                run, config, self.checkpointer, self.activity
+            ),  # parts end in reverse: after the last save
             self.saves,
             self.compiled,  # the last two act before the first step only
             self.reference,

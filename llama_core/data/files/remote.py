@@ -1,4 +1,4 @@
-"""Files in object stores and on web servers, as paths: ``s3://bucket/folder``. Nothing else knows fsspec.
+"""Files in object stores and on web servers, as paths: ``s3://bucket/folder``.
 
 A ``RemotePath`` does what this package asks of a path, so the rest reads a bucket as it reads a folder. It answers
 errors as ``OSError``. Calls and reads whose connection breaks are tried again.
@@ -20,7 +20,8 @@ from typing import IO, Any, Self, TypeVar
 
 from llama_core.errors import DataError
 from llama_core.records.files import user_path
-from llama_core.redaction import one_line, redacted, without_queries
+from llama_core.redaction import redacted
+from llama_core.storage.stores import is_forbidden, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,6 @@ _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+):/+(?P<rest>.+)", re.DOTALL)
 _WAITS_SECONDS = (1.0, 4.0, 16.0)
 """Between the attempts."""
 _MISSING = (FileNotFoundError, NotADirectoryError)
-_FORBIDDEN = frozenset((401, 403))
-"""What a web server answers to somebody without the right to read."""
 _VERSIONS = ("ETag", "etag", "blob_id", "md5Hash", "content_settings", "generation")
 """What stores call the mark that changes with the contents of a file."""
 _TIMES = ("LastModified", "updated", "last_modified", "mtime", "created")
@@ -260,23 +259,10 @@ def _attempt(path: RemotePath, call: Callable[[], _Answer]) -> _Answer:
         except _MISSING:
             raise FileNotFoundError(ENOENT, "no such file", str(path)) from None
         except Exception as error:  # each store has errors of its own
-            if _is_forbidden(error):
+            if is_forbidden(error):
                 raise PermissionError(EACCES, "your credentials may not read it", str(path)) from None
             if wait is None:
-                raise OSError(EIO, _reason(error), str(path)) from None
-            logger.warning("reading %s failed (%s); trying again in %g s", path, _reason(error), wait)
+                raise OSError(EIO, reason_of(error), str(path)) from None
+            logger.warning("reading %s failed (%s); trying again in %g s", path, reason_of(error), wait)
         time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _is_forbidden(error: Exception) -> bool:
-    """Return whether a store refuses to let this user read: it says so in its own way, and will again."""
-    answered = getattr(error, "response", None)
-    statuses = (getattr(error, "status", None), getattr(answered, "status_code", None))  # aiohttp's; the Hub's
-    says_so = str(error).startswith("Forbidden: ")  # gcsfs raises a plain OSError
-    return isinstance(error, PermissionError) or says_so or not _FORBIDDEN.isdisjoint(statuses)
-
-
-def _reason(error: Exception) -> str:
-    """Return an error of a store in a line; it may name the address to which a server led us, with its signature."""
-    return one_line(redacted(without_queries(f"{type(error).__name__}: {error}")))
