@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from llama_core.errors import ConfigError, RequestError, StoppedError, TrainingInfraError, safe
 from llama_core.log_lines import warnings_on_stderr
 from llama_core.records.files import is_disk_full
+from llama_core.storage.stores import is_url
 from training_infra.commands import (
     calibration,
     decay,
@@ -32,6 +33,7 @@ from training_infra.commands import (
     train,
     weights,
 )
+from training_infra.commands.command import Command
 from training_infra.lines import print_line
 from training_infra.parser import Parser
 
@@ -86,6 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with warnings_on_stderr():
+            _bring_run_here(options)
             return int(options.command.run(options) or 0)
     except TrainingInfraError as error:
         if options.debug:
@@ -105,6 +108,17 @@ def _run(options: argparse.Namespace) -> int:
             raise
         print_line(f"error: {_explained(error)}", file=sys.stderr)
         return RequestError.exit_code if isinstance(error, PermissionError) else 1
+
+
+def _bring_run_here(options: argparse.Namespace) -> None:
+    """Put a directory in place of the address of a run on a mirror, wherever a command takes one."""
+    given = getattr(options, "run_dir", None)
+    if not is_url(given):
+        return
+    command: Command = options.command
+    if command.bring_here is None:
+        raise ConfigError(f"{command.name} takes the directory of a run here, not an address such as {given}")
+    options.run_dir = command.bring_here(options)
 
 
 def _open_streams() -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,8 @@ from llama_core.planning.memory.verdict import MemoryEstimate
 from llama_core.records.directory import RunDirectory
 from llama_core.records.measurements import TrainingSummary
 from llama_core.runs.console import say
+from llama_core.runs.continuing import run_here
+from llama_core.storage.stores import is_url
 from llama_core.units import GB
 from training_infra.config import TrainingConfig, TrainingStrategy, check_kind, with_settings
 from training_infra.distributed.config import MADE_BY_FACTORY, DistributedConfig
@@ -174,7 +177,8 @@ class LlamaTrainingOrchestrator:
                 ``input_ids``, whose ``labels`` are not shifted, as in Hugging Face. Ranks
                 divide the rows of every batch.
             val_dataloader: held-out batches in the same forms.
-            run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``.
+            run_dir: the run's directory; by default ``runs/<model>-<date>-<fingerprint>``. With
+                ``resume``, also its address on a mirror.
             resume: continue the run in ``run_dir``, or the newest unfinished
                 one of this configuration.
             allow_data_change: let the run in ``run_dir`` go on with other sources, weights or
@@ -185,6 +189,8 @@ class LlamaTrainingOrchestrator:
             TrainingInfraError: if the request is wrong or the run does not finish.
             InterruptedRunError: if Ctrl-C has stopped the run; it is a KeyboardInterrupt too.
         """
+        if is_url(run_dir):
+            run_dir = run_here(str(run_dir), resume=resume, tell=partial(say, "resume"))
         path = None if run_dir is None else Path(run_dir)
         if train_dataloader is not None and allow_data_change:
             what = "allow_data_change is for a mixture (data.sources)"

@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path, PurePosixPath
 from shutil import disk_usage
 
@@ -20,11 +21,14 @@ from llama_core.errors import HubError
 from llama_core.hub import HubCommit, HubName, RepositoryKind, at_revision, download, folder_of, look_up
 from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS
 from llama_core.hugging_face.weight_files import INDEX, PICKLED, WHOLE, weight_map
+from llama_core.records.checkpoints import recorded_sums
 from llama_core.records.directory import RunDirectory
 from llama_core.records.file_owners import own_folder
 from llama_core.records.files import DAMAGE, cache_directory, no_room, read_file, user_path, write_json
 from llama_core.records.hub import HubRecord, HubSource
 from llama_core.runs.console import say
+from llama_core.storage.copies import copy_of_run, fetch_described
+from llama_core.storage.stores import is_url
 from llama_core.units import counted, format_bytes
 
 INITIAL_WEIGHTS = "training.init_from"
@@ -89,17 +93,60 @@ class Source:
                 with suppress(FileExistsError):  # another process has made it
                     link.symlink_to(self.snapshot.folder / file)
 
+    @property
+    def name(self) -> str:
+        """Where the files come from, for people."""
+        return str(self.snapshot.name)
+
     def record(self) -> HubSource:
         """Return what a run remembers."""
         return HubSource(self.setting, str(self.snapshot.name), self.snapshot.commit, len(self.files))
 
 
 @dataclass(frozen=True)
+class MirroredWeights:
+    """The weights that a setting takes from a run in an object store: its newest checkpoint."""
+
+    setting: str
+    """Its dotted key."""
+    name: str
+    """The address of the run."""
+    folder: Path
+    """Where the checkpoint is in the cache, with what says what it is."""
+
+    @property
+    def missing(self) -> list[str]:
+        """The files that are not in the cache."""
+        return [file for file in recorded_sums(self.folder) if not (self.folder / file).exists()]
+
+    @property
+    def missing_bytes(self) -> int:
+        """Their bytes."""
+        sums = recorded_sums(self.folder)
+        return sum(sums[file].num_bytes for file in self.missing)
+
+    def fetch(self) -> None:
+        """Copy what is missing, and compare it with its checksums.
+
+        Raises:
+            StorageError: if it cannot be copied, or is damaged.
+        """
+        fetch_described(self.name, partial(say, "download"))
+
+    def link(self) -> None:
+        """Do nothing: the folder holds the files themselves."""
+
+    def record(self) -> HubSource:
+        """Return what a run remembers."""
+        return HubSource(self.setting, self.name, self.folder.name, len(recorded_sums(self.folder)))
+
+
+@dataclass(frozen=True)
 class Resolved:
-    """A configuration with a folder for every name of the Hub, whose files may still be missing."""
+    """A configuration with a folder for every name of the Hub and every address, whose files may still be missing."""
 
     config: RunConfig
-    sources: tuple[Source, ...]
+    sources: tuple[Source | MirroredWeights, ...]
     notes: tuple[str, ...]
     """A sentence for each folder here that has the name of a repository, and for what is left out of one or ignored."""
 
@@ -107,7 +154,7 @@ class Resolved:
         """Return a sentence for each setting whose files are still missing, if it is one of some or within one."""
         return [
             f"{source.setting}: training first downloads {counted(len(source.missing), 'file')} of "
-            f"{source.snapshot.name}, {format_bytes(source.missing_bytes)}"
+            f"{source.name}, {format_bytes(source.missing_bytes)}"
             for source in self.sources
             if source.missing and any(f"{source.setting}.".startswith(f"{setting}.") for setting in settings)
         ]
@@ -120,7 +167,7 @@ def resolve(config: RunConfig) -> Resolved:
         HubError: if a name stands for nothing, or nothing that can be used.
     """
     notes = list(_folders_that_win(config))
-    sources: list[Source] = []
+    sources: list[Source | MirroredWeights] = []
     folders: list[Override] = []
     if (name := HubName.of(config.model)) is not None:
         sources.append(_described("model", name))
@@ -145,12 +192,23 @@ def resolve(config: RunConfig) -> Resolved:
     return Resolved(resolved, tuple(sources), tuple(notes))
 
 
-def fetch_weights(source: str) -> Path:
-    """Return the folder of weights, or of adapters; those of a name of the Hub, and their base, are downloaded first.
+def fetch_weights(source: str, step: int | str | None = None, tell: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of weights, of adapters, or of a run; what a name or an address stands for is copied first.
+
+    With the weights of a name comes their base.
+
+    Args:
+        source: a path, a name of the Hub, or the address of a run on a mirror.
+        step: the checkpoint of a run that is asked for: of a step, one of all that there are, or the newest.
+        tell: called with a line about each checkpoint of a mirror that is copied or passed over; by default, they are
+            printed.
 
     Raises:
-        HubError: if they cannot be had.
+        HubError, StorageError: if they cannot be had.
     """
+    if is_url(source):
+        of_step = step if isinstance(step, int) else None
+        return copy_of_run(source, tell or partial(say, "download"), of_step, every=isinstance(step, str))
     for needed in _of_weights(source):
         needed.fetch()
     return folder_of(source)
@@ -196,8 +254,11 @@ def _described(setting: str, name: HubName) -> Source:
     return Source(setting, snapshot, files, snapshot.folder)
 
 
-def _of_weights(init_from: str) -> Iterator[Source]:
+def _of_weights(init_from: str) -> Iterator[Source | MirroredWeights]:
     """Yield the repository of initial weights and, if they are adapters, that of their base; neither may be one."""
+    if is_url(init_from):
+        yield MirroredWeights(INITIAL_WEIGHTS, init_from, folder_of(init_from))
+        return
     folder = user_path(init_from)
     if (name := HubName.of(init_from)) is not None:
         yield _weights(name)

@@ -38,6 +38,7 @@ from llama_core.records.job import JobRecord
 from llama_core.records.settings_changes import SettingsChange, read_settings_changes
 from llama_core.redaction import shell_word
 from llama_core.runs.loading import load_config
+from llama_core.storage.copies import run_from_mirror
 
 RUNS = Path("runs")
 _MAX_NAMED = 3
@@ -252,6 +253,26 @@ def _check_extension(run: RunDirectory, num_steps: int | None) -> None:
     _refuse_fewer_steps(run, num_steps)
     if attach(run) is not None:
         raise RunDirectoryError(f"{run.path}: its job is running; cancel it, or wait for it, to change training.steps")
+
+
+def run_here(url: str, *, resume: bool, tell: Callable[[str], None]) -> Path:
+    """Return the directory below ``RUNS`` in which the run of an address, on a mirror, goes on.
+
+    Args:
+        url: the address.
+        resume: whether it is to go on.
+        tell: called with a line about each checkpoint that is copied or passed over.
+
+    Raises:
+        RunDirectoryError: unless ``resume`` is set, or if another run has the directory.
+        StorageError: if there is no such run, or it has no intact checkpoint.
+    """
+    if not resume:
+        raise RunDirectoryError(
+            f"{url} is an address, and a run trains in a directory here; add --resume to go on with the run that is "
+            "there, or set training.checkpoint_mirror to have the checkpoints of a new one copied"
+        )
+    return run_from_mirror(url, RUNS, tell)
 
 
 def new_run(config: RunConfig, run_dir: Path | None) -> RunDirectory:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.config.config_json.writing import DTYPES
+from llama_core.storage.stores import is_url
 from llama_core.units import parse_count, parse_whole_count
 from training_infra.flags import LONG_NAMES, Flag
 from training_infra.parser import Parser
@@ -36,6 +37,8 @@ class Command:
     """The flags of a run, if it takes a configuration; ``--config``, ``--set`` and ``--json`` come with them."""
     only_prints: bool = False
     """Whether nothing is left of it where its output goes nowhere."""
+    bring_here: Callable[[argparse.Namespace], Path] | None = None
+    """Returns the directory of the run whose address is given for it; None if the command takes no address."""
 
     def add_to(self, parsers: "argparse._SubParsersAction[Parser]") -> None:
         """Add the parser of the command to those of the others."""
@@ -59,6 +62,11 @@ def _count(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0, such as 15T, 200B or 1e9") from None
 
 
+def path_or_url(text: str) -> Path | str:
+    """Read a path of the command line, or an address in an object store."""
+    return text if is_url(text) else Path(text)
+
+
 def whole_number(text: str) -> int:
     """Read a whole number of the command line, such as 4096, 128k or 1e6."""
     try:
@@ -67,11 +75,14 @@ def whole_number(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, such as 4096, 128k or 1e6") from None
 
 
-RUN_DIR = Argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
+RUN_DIR = Argument("run_dir", type=path_or_url, metavar="RUN_DIR", help="the run's directory")
 """The run that a command is about."""
 
 NEW_RUN_DIR = Argument(
-    "--run-dir", type=Path, metavar="runs/mine", help="the run's directory; default: runs/<model>-<date>-<fingerprint>"
+    "--run-dir",
+    type=path_or_url,
+    metavar="runs/mine",
+    help="the run's directory; default: runs/<model>-<date>-<fingerprint>",
 )
 """Where a run goes that may be new."""
 
@@ -118,7 +129,9 @@ STEP = Argument(
 """The checkpoint of a run that a command is about."""
 
 SOURCE = Argument(
-    "source", metavar="RUN_DIR|FOLDER", help="a run, a Hugging Face or PEFT folder, or org/name on the Hub"
+    "source",
+    metavar="RUN_DIR|FOLDER",
+    help="a run or its address on a mirror, a Hugging Face or PEFT folder, or org/name on the Hub",
 )
 """The weights that a command is about."""
 

@@ -51,7 +51,7 @@ def _source(options: argparse.Namespace) -> Path:
     from llama_core.runs.console import say
 
     with say.silenced(True):  # standard output holds only the results
-        return fetch_weights(options.source)
+        return fetch_weights(options.source, _step(options.step), partial(print_line, file=sys.stderr))
 
 
 def _evaluate_data(options: argparse.Namespace, unrecorded: list[str]) -> None:

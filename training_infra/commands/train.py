@@ -1,6 +1,9 @@
 """The command ``train``: the whole chain, in this process or as a Prefect flow."""
 
 import argparse
+import sys
+from functools import partial
+from pathlib import Path
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
@@ -8,7 +11,7 @@ from training_infra.commands.command import ALLOW_DATA_CHANGE, NEW_RUN_DIR, RESU
 from training_infra.commands.configuration import requested_config
 from training_infra.commands.planning import rehearse
 from training_infra.flags import FLAGS
-from training_infra.lines import print_json, print_text
+from training_infra.lines import print_json, print_line, print_text
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -49,6 +52,12 @@ def _run_chain(config: RunConfig, options: argparse.Namespace) -> None:
         print_json(steps.records(run))
 
 
+def _bring_here(options: argparse.Namespace) -> Path:
+    from llama_core.runs.continuing import run_here
+
+    return run_here(options.run_dir, resume=options.resume, tell=partial(print_line, file=sys.stderr))
+
+
 TRAIN = Command(
     "train",
     "run the whole chain: validate, estimate, rehearse, train, benchmark, report",
@@ -58,7 +67,9 @@ TRAIN = Command(
         "--init-from ~/Llama-3.2-1B --strategy lora --data chats.jsonl",
         "--model llama3_8b --gpus 16 --nodes 2 --launcher slurm --partition gpu --time 12:00:00",
         "--resume --run-dir runs/mine",
+        "--resume --run-dir s3://bucket/runs/mine",
     ),
+    bring_here=_bring_here,
     arguments=(
         NEW_RUN_DIR,
         RESUME,

@@ -4,9 +4,13 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.file_owners import own_folder
+from llama_core.records.files import cache_directory
+from llama_core.storage.stores import is_url
 from training_infra.commands.command import (
     DEVICE,
     DTYPE,
@@ -16,6 +20,7 @@ from training_infra.commands.command import (
     TOKENIZER,
     Argument,
     Command,
+    path_or_url,
     whole_number,
 )
 from training_infra.conversation import converse
@@ -33,7 +38,7 @@ def _generate(options: argparse.Namespace) -> None:
     if options.system is not None and not options.chat:
         raise ConfigError("--system has no effect without --chat; add it, or drop --system")
     with say.silenced(True):  # standard output holds only the text
-        source = fetch_weights(options.source)
+        source = fetch_weights(options.source, options.step, partial(print_line, file=sys.stderr))
     model = TextModel(
         source,
         step=options.step,
@@ -100,26 +105,44 @@ GENERATE = Command(
 
 def _export_hf(options: argparse.Namespace) -> None:
     from llama_core.runs.console import say
+
+    if not is_url(options.out):
+        say("export", str(_exported(options, options.out)))
+        return
+    from llama_core.storage.folders import copy_folder, refuse_files_at
+
+    store = refuse_files_at(options.out)
+    with TemporaryDirectory(prefix="export-", dir=own_folder(cache_directory(None))) as folder:
+        copy_folder(_exported(options, Path(folder) / store.name), options.out)
+    say("export", str(store))
+
+
+def _exported(options: argparse.Namespace, out: Path) -> Path:
+    from llama_core.runs.console import say
     from llama_core.runs.export import export_run
 
-    run = RunDirectory(options.run_dir)
-    tell = partial(say, "export")
-    exported = export_run(
-        run,
-        options.out,
+    return export_run(
+        RunDirectory(options.run_dir),
+        out,
         step=options.step,
         average=options.average,
         dtype=options.dtype,
         merged=options.merged,
-        tell=tell,
+        tell=partial(say, "export"),
     )
-    tell(str(exported))
+
+
+def _bring_here(options: argparse.Namespace) -> Path:
+    from llama_core.chain.downloads import fetch_weights
+
+    return fetch_weights(options.run_dir, options.average or options.step, partial(print_line, file=sys.stderr))
 
 
 EXPORT_HF = Command(
     "export-hf",
     "write a run's weights and tokenizer for transformers or PEFT",
     _export_hf,
+    bring_here=_bring_here,
     examples=(
         "runs/mine --out ~/my-llama --dtype bf16",
         "runs/mine --out ~/mean --average last:5",
@@ -127,7 +150,13 @@ EXPORT_HF = Command(
     ),
     arguments=(
         RUN_DIR,
-        Argument("--out", type=Path, metavar="~/my-llama", required=True, help="the folder; new or empty"),
+        Argument(
+            "--out",
+            type=path_or_url,
+            metavar="~/my-llama",
+            required=True,
+            help="the folder or its address; new or empty",
+        ),
         STEP,
         Argument(
             "--average",
