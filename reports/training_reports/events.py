@@ -77,10 +77,10 @@ def _attempts(contents: RunContents) -> Iterator[RunEvent]:
 
 
 def _of_steps(steps: pd.DataFrame) -> Iterator[RunEvent]:
-    for row in steps[steps["eval_loss"].notna()].to_dict("records"):
+    for row in steps.loc[steps["eval_loss"].notna(), ["time", "step", "eval_loss"]].to_dict("records"):
         yield RunEvent(row["time"], row["step"], f"held-out loss {row['eval_loss']:.4f}")
     bad = steps[steps["spike"].astype(bool) | steps["skipped"].astype(bool)]
-    for row in bad.to_dict("records"):
+    for row in bad[["time", "step", "spike", "loss", "grad_norm"]].to_dict("records"):
         kind = "far above the steps before" if row["spike"] else "not finite, update skipped"
         values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.4g}"
         yield RunEvent(row["time"], row["step"], f"{kind}: {values}")

@@ -69,9 +69,9 @@ class LivePage:
         """
         with self._lock:
             if time.monotonic() >= self._next_look:
-                began = time.thread_time()  # of the processor: it is long only if the page is large
+                began = time.process_time()  # on a busy machine, the time of the clock says little
                 self._look()
-                took = time.thread_time() - began
+                took = time.process_time() - began
                 self._next_look = time.monotonic() + max(PAUSE_SECONDS, took / MAX_SHARE)
             return self._newest
 

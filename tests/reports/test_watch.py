@@ -1,6 +1,7 @@
 """``training-infra watch``: who may read the page of a living run, what is served, and how it follows the run."""
 
 import gzip
+import os
 import re
 import shutil
 import signal
@@ -28,6 +29,13 @@ from llama_core.records.metrics import append_metrics
 from training_infra.cli import main
 from training_reports import live
 from training_reports.watch import WatchServer
+
+SMALL = [
+    *("--model=tiny_llama3_50m", "--device=cpu", "--seq-len=32", "--batch-size=2"),
+    *(f"--set=architecture.{size}" for size in ("hidden_size=64", "num_layers=2", "ffn_size=128", "head_dim=16")),
+    *("--set=architecture.vocab_size=512", "--set=training.eval_sequences=2", "--set=benchmark.steps=0"),
+]
+"""A run of a few hundred steps in seconds."""
 
 
 @contextmanager
@@ -351,3 +359,30 @@ def test_a_reader_of_a_sweep_keeps_the_order_and_the_filter_of_its_table(tmp_pat
         assert tab.evaluate(names) == before
         assert tab.evaluate("document.querySelector('.choose input').value") == "recompute none"
         assert tab.evaluate("document.activeElement === document.querySelector('.choose input')")
+
+
+@pytest.mark.wide
+def test_a_real_run_is_shown_at_work_and_then_as_finished(tmp_path):
+    command = [sys.executable, "-m", "training_infra", "train", *SMALL, "--steps=300", "--run-dir=mine"]
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    path = tmp_path / "mine"
+    path.mkdir()
+
+    def step_shown():
+        page = Answer(server).text
+        found = re.search(r'class="status idle">running, step (\d+) of 300<', page)
+        return int(found[1]) if found and "<h2>Progress</h2>" in page else 0
+
+    with served(path) as server:
+        training = subprocess.Popen(command, cwd=tmp_path, env=os.environ | own, stdout=subprocess.DEVNULL)
+        try:
+            first = eventually(step_shown)
+            assert eventually(lambda: step_shown() > first)
+            assert training.wait() == 0
+        finally:
+            training.kill()
+            training.wait()
+        page = Answer(server).text
+    assert 'class="status good">finished<' in page
+    assert "<h2>Progress</h2>" not in page
+    assert "attempt 1 ended as finished: 300 steps" in page
