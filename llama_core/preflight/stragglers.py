@@ -44,7 +44,7 @@ SIGNALS: Mapping[str, Mapping[str, Signal]] = {
 """By type of device."""
 
 
-class Finding(NamedTuple):
+class RankChange(NamedTuple):
     """A rank that begins or ceases to fall behind."""
 
     rank: int
@@ -65,7 +65,7 @@ class StragglerJudge:
         self._looks: deque[tuple[int, Mapping[str, Sequence[float]]]] = deque(maxlen=WINDOW)
         self._behind: set[tuple[str, int]] = set()
 
-    def look(self, step: int, values: Mapping[str, Sequence[float]]) -> Iterator[Finding]:
+    def look(self, step: int, values: Mapping[str, Sequence[float]]) -> Iterator[RankChange]:
         """Yield the ranks that begin or cease to fall behind.
 
         Args:
@@ -83,7 +83,7 @@ class StragglerJudge:
         """Forget all looks: the run has gone back to an earlier step."""
         self._looks.clear()
 
-    def _changed(self, name: str, signal: Signal) -> Iterator[Finding]:
+    def _changed(self, name: str, signal: Signal) -> Iterator[RankChange]:
         looks = [values[name] for _, values in self._looks]
         if not all(map(all, looks)):
             return
@@ -96,7 +96,7 @@ class StragglerJudge:
             self._behind ^= {(name, rank)}
             peers = slow.get(rank, median([*usual[:rank], *usual[rank + 1 :]]))
             text = signal.told.format(signal.scale * value, signal.scale * peers)
-            yield Finding(rank, text, self._since(looks, rank, slow, peers, signal), is_over=was_behind)
+            yield RankChange(rank, text, self._since(looks, rank, slow, peers, signal), is_over=was_behind)
 
     def _since(
         self, looks: Sequence[Sequence[float]], rank: int, slow: Mapping[int, float], peers: float, signal: Signal
