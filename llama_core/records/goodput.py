@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llama_core.records.activity import Activity, TimePart, read_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import read_lines
 from llama_core.records.metrics import read_metrics
 from llama_core.units import format_duration
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 LABELS: Mapping[TimePart, str] = {
     "steps": "progress",
@@ -27,6 +30,9 @@ LABELS: Mapping[TimePart, str] = {
 ``recomputed`` are steps after the checkpoint that the run went on from, and the return to it. ``startup`` lasts from
 the start of the first rank to its first step, ``queue`` from submission to that start. ``stopped`` is the time between
 the last sign of life of an attempt and the next attempt's submission; ``other`` is the time between steps."""
+
+COLUMNS_OF_TIMES = ["time", "step_seconds", "data_seconds"]
+"""The columns of the metrics that say where time went."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +85,18 @@ class Goodput:
         return {"goodput": self.share, "seconds": self.seconds, "parts": dict(self.total), "attempts": attempts}
 
 
-def read_goodput(run: RunDirectory) -> Goodput | None:
+def read_goodput(run: RunDirectory, metrics: "pa.Table | None" = None) -> Goodput | None:
     """Return where the time of ``run`` went until the last sign of life; None if it has taken no step.
+
+    Args:
+        run: the run.
+        metrics: ``COLUMNS_OF_TIMES`` of what ``read_metrics`` has returned, if it was called already.
 
     Raises:
         RunDirectoryError: naming a file that is damaged.
     """
     activities = read_activities(run)
-    steps = list(_taken_steps(run))
+    steps = list(_taken_steps(run, read_metrics(run) if metrics is None else metrics))
     return Goodput(tuple(split_time(activities, steps))) if activities and steps else None
 
 
@@ -157,9 +167,8 @@ def _added(attempts: Iterable[Mapping[TimePart, float]]) -> dict[TimePart, float
     return total
 
 
-def _taken_steps(run: RunDirectory) -> Iterable[TakenStep]:
-    columns = ["time", "step_seconds", "data_seconds"]
-    for row in read_metrics(run).select(columns).drop_null().to_pylist():  # a file of somebody else may lack them
+def _taken_steps(run: RunDirectory, metrics: "pa.Table") -> Iterable[TakenStep]:
+    for row in metrics.select(COLUMNS_OF_TIMES).drop_null().to_pylist():  # a file of somebody else may lack them
         yield TakenStep(row["time"], row["step_seconds"], row["data_seconds"], counts=True)
     for step in {step.time: step for step in read_lines(run.repeated_steps, _Times, run.path)}.values():
         yield TakenStep(step.time, step.step_seconds, step.data_seconds, counts=False)

@@ -24,6 +24,7 @@ from llama_core.records.data_changes import DataChange, read_data_changes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score, read_scores
 from llama_core.records.files import DAMAGE, checked_record, read_file, read_json, read_typed
+from llama_core.records.goodput import COLUMNS_OF_TIMES, Goodput, read_goodput
 from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.measurements import BenchmarkRecord, ExpectedStep, Samples, StepRecord, TrainingSummary
 from llama_core.records.metrics import read_metrics
@@ -165,6 +166,18 @@ class RunContents:
             return None
         found = remedy(step, self.expected, self.run_config, self.parallel_plan, self.path)
         return explained(step, self.benchmark, found)
+
+    @cached_property
+    def goodput(self) -> Goodput | None:
+        """Where its time went; None if it has taken no step, or a record is damaged."""
+        if "steps" in self.missing:
+            return None
+        try:
+            # the metrics of a long run are thousands of files: they are not read again
+            metrics = pa.Table.from_pandas(self.steps, columns=COLUMNS_OF_TIMES, preserve_index=False)
+            return read_goodput(RunDirectory(self.path), metrics)
+        except _DAMAGE:
+            return None
 
     @property
     def profile_command(self) -> str:

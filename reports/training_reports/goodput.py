@@ -2,24 +2,18 @@
 
 from collections.abc import Mapping
 
-from llama_core.errors import RunDirectoryError
 from llama_core.records.activity import TimePart
-from llama_core.records.directory import RunDirectory
-from llama_core.records.goodput import LABELS, read_goodput
+from llama_core.records.goodput import LABELS, Goodput
 from llama_core.units import format_duration
 
 TableRow = list[str]
 
 
-def goodput_table(run: RunDirectory) -> tuple[str, TableRow, list[TableRow]] | None:
+def goodput_table(goodput: Goodput | None) -> tuple[str, TableRow, list[TableRow]] | None:
     """Return a sentence, and the columns and rows of a table with a row for each attempt and one for all.
 
-    None if the run has taken no step, or its records are damaged.
+    None if it is unknown.
     """
-    try:
-        goodput = read_goodput(run)
-    except RunDirectoryError:
-        return None
     if goodput is None:
         return None
     shown = [part for part, seconds in goodput.total.items() if seconds]

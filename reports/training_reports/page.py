@@ -84,7 +84,7 @@ def page_of(run: RunDirectory, *, job: str = "", outputs: RankOutputs = NO_OUTPU
         event_columns=EVENT_COLUMNS,
         cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
         panels=_panels(contents),
-        goodput=goodput_table(run),
+        goodput=goodput_table(contents.goodput),
         attempts=attempts_table(contents),
         attempt_columns=COLUMNS,
         settings=settings,
