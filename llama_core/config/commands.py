@@ -10,7 +10,7 @@ from llama_core.errors import ConfigError
 
 def commands_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that run programs as this user, of some by their dotted keys."""
-    return {key: value for key, value in settings.items() if value not in (None, [], {}) and _runs_programs(key)}
+    return {key: value for key, value in settings.items() if value not in (None, [], (), {}) and _runs_programs(key)}
 
 
 def refuse_commands_of_others(path: Path, settings: Mapping[str, Any], of_others: str) -> None:
@@ -32,6 +32,8 @@ def refuse_commands_of_others(path: Path, settings: Mapping[str, Any], of_others
 
 
 def _runs_programs(key: str) -> bool:
+    if key == "notify.command":
+        return True
     launch, _, rest = key.partition(".")
     section, _, name = rest.partition(".")
     request = request_sections().get(section) if launch == "launch" else None

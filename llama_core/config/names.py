@@ -63,6 +63,7 @@ ALSO_CALLED = {
     "tracking.run_name": ("name", "experiment_name"),
     "tracking.wandb": ("use_wandb", "report_to"),
     "tracking.wandb_project": ("project",),
+    "notify.webhook_variable": ("webhook", "webhook_url", "slack_webhook", "slack_webhook_url"),
 }  # fmt: skip
 """Names of our settings in other software, on Slurm's command line, or among our flags."""
 

@@ -48,6 +48,7 @@ from llama_core.config.files import read_yaml
 from llama_core.config.hardware import DEFAULT_GPU_TYPE, fewest_nodes, gpu_spec
 from llama_core.config.model_spec import BaseShape
 from llama_core.config.models import ModelSpec
+from llama_core.config.notify import NotifyConfig
 from llama_core.config.overrides import Override, causes, changed_keys, parsed_overrides
 from llama_core.config.parameter_counts import trained_parameters
 from llama_core.config.pretrained import with_experts_of_model, with_settings_of_weights
@@ -148,6 +149,8 @@ class RunConfig(Section):
     """How the speed of a step is measured."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """What checkpoints are evaluated on while the run trains."""
+    notify: NotifyConfig = NotifyConfig()
+    """Who is told what happens to the run."""
 
     @field_validator("strategy", mode="before")
     @classmethod

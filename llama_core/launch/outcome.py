@@ -1,5 +1,6 @@
 """Why a run's job ended: recorded by the worker if it could, else worked out from what the job left behind."""
 
+import time
 from dataclasses import replace
 from datetime import datetime
 
@@ -9,8 +10,10 @@ from llama_core.launch.attempts import (
     is_cancellation_requested,
     own_job,
     own_restart,
+    read_rank_exits,
 )
 from llama_core.launch.places import submission_folders
+from llama_core.launch.telling import tell_ending, whom_to_tell
 from llama_core.launch.verdict import RESUME, RUN, Verdict, verdict_of_ranks
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
@@ -18,6 +21,9 @@ from llama_core.records.files import now, read_typed
 from llama_core.records.job import AttemptRecord, JobRecord, Outcome, OutcomeStatus
 from llama_core.records.metrics import read_heartbeat, read_metrics
 from llama_core.records.reserve import write_even_on_full_disk
+
+ALL_ENDED_SECONDS = 10.0
+"""How long the first rank's supervisor waits for the records of the others before it tells how the job ended."""
 
 
 def record_outcome(
@@ -32,7 +38,9 @@ def record_outcome(
         next_action: what to try next; empty when the run finished.
         step: last completed step; by default the one of the newest ``StepRecord``.
     """
-    return _record(run, own_job(run), own_restart(), Verdict(status, reason, next_action), step=step)
+    verdict = Verdict(status, reason, next_action)
+    is_final = status != "cancelled"  # the job may be queued again; its supervisor knows
+    return _record(run, own_job(run), own_restart(), verdict, step=step, is_told=is_final)
 
 
 def record_refusal(run: RunDirectory, reason: str, next_action: str) -> None:
@@ -41,7 +49,7 @@ def record_refusal(run: RunDirectory, reason: str, next_action: str) -> None:
         return
     if run.outcome.exists() and read_outcome(run).status == "finished":
         return
-    record_outcome(run, "bad-config", reason=reason, next_action=next_action)
+    _record(run, own_job(run), own_restart(), Verdict("bad-config", reason, next_action), is_told=False)
 
 
 def record_interruption(run: RunDirectory) -> bool:
@@ -74,6 +82,24 @@ def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict:
 def record_surrender(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, why: str) -> Outcome:
     """Write why ``attempt`` ended, and why ``job`` does not start again."""
     return _record(run, job, attempt.restart, Verdict(verdict.status, f"{verdict.reason}; {why}", RESUME))
+
+
+def tell_final_ending(run: RunDirectory, job: JobRecord, restart: int, num_ranks: int) -> None:
+    """Tell how an attempt ended after which the job does not start again: killed ranks have recorded and told nothing.
+
+    Args:
+        run: the run.
+        job: its job.
+        restart: number of earlier starts of the job.
+        num_ranks: ranks of the job.
+    """
+    if whom_to_tell(run) is None:
+        return
+    deadline = time.monotonic() + ALL_ENDED_SECONDS
+    while len(read_rank_exits(run, job, restart)) < num_ranks and time.monotonic() < deadline:
+        time.sleep(0.2)
+    verdict = _recorded_verdict(run, job, restart) or _verdict(run, job, restart, None)
+    tell_ending(run, len(_earlier(run, job, restart)), verdict.status, verdict.reason)
 
 
 def is_requeued(run: RunDirectory, attempt: Attempt) -> bool:
@@ -141,8 +167,22 @@ def _verdict(run: RunDirectory, job: JobRecord, restart: int, scheduled: Verdict
     return scheduled or verdict_of_ranks(run, job, restart)
 
 
+def _recorded_verdict(run: RunDirectory, job: JobRecord, restart: int) -> Verdict | None:
+    """Return how an attempt ended if that is recorded; it is the run's newest then."""
+    recorded = _of(_attempts(run), job.job_id, job.submitted_at, restart)
+    if recorded is None:
+        return None
+    outcome = read_outcome(run)
+    return Verdict(outcome.status, outcome.reason, outcome.next_action)
+
+
 def _attempts(run: RunDirectory) -> tuple[AttemptRecord, ...]:
     return read_outcome(run).attempts if run.outcome.exists() else ()
+
+
+def _earlier(run: RunDirectory, job: JobRecord | None, restart: int) -> tuple[AttemptRecord, ...]:
+    """Return all attempts but one of ``job``."""
+    return tuple(a for a in _attempts(run) if not (_is_of(a, job) and a["restart"] == restart))
 
 
 def _is_of(attempt: AttemptRecord, job: JobRecord | None) -> bool:
@@ -163,9 +203,10 @@ def _record(
     *,
     step: int | None = None,
     requeued: bool = False,
+    is_told: bool = True,
 ) -> Outcome:
-    """Write the outcome of one attempt, replacing an earlier record of it."""
-    earlier = tuple(a for a in _attempts(run) if not (_is_of(a, job) and a["restart"] == restart))
+    """Write the outcome of one attempt, replacing an earlier record of it, and tell whom the run asks to tell."""
+    earlier = _earlier(run, job, restart)
     newest = read_heartbeat(run)
     if step is None:
         step = newest.step if newest else 0
@@ -185,6 +226,8 @@ def _record(
     }
     outcome = Outcome(verdict.status, verdict.reason, step, verdict.next_action, ended_at, (*earlier, attempt))
     write_even_on_full_disk(run, run.outcome, outcome)
+    if is_told:
+        tell_ending(run, len(earlier), verdict.status, verdict.reason, requeued=requeued)
     return _placed(run, outcome)
 
 

@@ -24,6 +24,7 @@ from llama_core.machine.detect import (
 )
 from llama_core.machine.flash import describe_flash_attention
 from llama_core.machine.hazards import Finding, look_at_disk, look_at_machine
+from llama_core.notifications import problems
 from llama_core.trackers.registry import TRACKERS
 from llama_core.units import format_bytes
 
@@ -149,6 +150,7 @@ def _check_extras(found: Findings, config: RunConfig) -> None:
         variables = [name for name in asked.kind.variables if os.environ.get(name)]
         if variables:  # their values may be secrets
             found.facts[asked.kind.title] = f"{', '.join(variables)} of the environment"
+    found.errors += problems(config.notify)
 
 
 def _check_torch(found: Findings) -> None:

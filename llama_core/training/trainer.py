@@ -46,6 +46,7 @@ from llama_core.training.parts.length import RunLength
 from llama_core.training.parts.memory import MemoryReport
 from llama_core.training.parts.metrics_log import MetricsLog
 from llama_core.training.parts.mirror import CheckpointMirror
+from llama_core.training.parts.notices import BadStepNotices
 from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.patience import Patience
 from llama_core.training.parts.preparations import CompiledBlocks, ReferenceModel
@@ -225,10 +226,10 @@ class Trainer:
             self.held_out,  # the held-out loss after it
             Patience(config.training, self.progress),  # does that end the run?
             self.metrics,  # its record
+            BadStepNotices(run, config.notify, self.progress),  # who is told of a bad one
             self.bad_steps,  # does a bad step end the run?
-            CheckpointMirror(
-                run, config, self.checkpointer, self.activity
-            ),  # parts end in reverse: after the last save
+            # parts end in reverse: this one after the last save
+            CheckpointMirror(run, config, self.checkpointer, self.activity),
             self.saves,
             self.compiled,  # the last two act before the first step only
             self.reference,

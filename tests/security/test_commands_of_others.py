@@ -63,6 +63,15 @@ def test_what_runs_code_is_taken_from_an_own_file(tmp_path, name):
     assert RUNS_CODE[name].items() <= config.launch.slurm.model_dump().items()
 
 
+@pytest.mark.parametrize("given", [theirs, open_to_all])
+def test_a_program_that_is_told_of_a_run_is_refused_in_a_file_of_others(tmp_path, given):
+    path = tmp_path / "run.yaml"
+    path.write_text("notify: {command: [/home/evil/run]}")
+    assert RunConfig.load(path).notify.command == ("/home/evil/run",)
+    with pytest.raises(ConfigError, match=r"and its notify\.command runs programs as you"):
+        RunConfig.load(given(path))
+
+
 def test_other_settings_are_taken_from_a_file_of_others(tmp_path):
     assert RunConfig.load(theirs(written(tmp_path / "run.yaml", HARMLESS))).launch.slurm.partition == "gpu"
 

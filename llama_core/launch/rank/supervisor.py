@@ -31,6 +31,7 @@ from llama_core.launch.attempts import (
     log_path,
     own_host,
 )
+from llama_core.launch.outcome import tell_final_ending
 from llama_core.launch.rank.children import companion, die_with_parent
 from llama_core.launch.rank.requeue import begin_attempt, start_again, start_elsewhere
 from llama_core.launch.rank.start import HELD_SIGNALS
@@ -121,6 +122,8 @@ class Supervisor:
         if rank_exit.exit_code == OTHER_NODES_EXIT and self._goes_elsewhere(rank):
             return
         if rank_exit.failed:
+            if place.rank == 0:
+                tell_final_ending(rank.run_directory, rank.job, place.restart, place.num_ranks)
             sys.exit(rank_exit.exit_code or 1)
 
     def _begins(self, rank: "_Rank") -> bool:

@@ -46,6 +46,7 @@ from llama_core.launch.verdict import (
 from llama_core.log_lines import LineFormatter
 from llama_core.machine.detect import device_label
 from llama_core.machine.shared_cores import sleeping_beside_others
+from llama_core.notifications import finish_notices
 from llama_core.records.activity import Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, remove_temporaries, write_json
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if arguments is None:  # the process is this rank's own
                 _ignore_stopping_signals()
         if code and dist.is_initialized():
+            finish_notices()
             logging.shutdown()
             os._exit(code)  # threads that still wait for the other ranks would keep this process from ending
     return code
