@@ -232,6 +232,12 @@ def test_a_directory_of_something_else_is_refused(tmp_path):
         WatchServer(tmp_path)
 
 
+def test_an_address_in_an_object_store_is_refused_in_a_line(capsys):
+    assert main(["watch", "s3://bucket/runs/mine"]) == 2
+    told = capsys.readouterr().err
+    assert told == "error: watch takes the directory of a run here, not an address such as s3://bucket/runs/mine\n"
+
+
 def test_a_taken_port_and_an_address_of_another_machine_are_a_line(living, capsys):
     with served(living.path) as server:
         port = server.server_address[1]

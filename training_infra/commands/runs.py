@@ -10,7 +10,7 @@ from llama_core.errors import ConfigError, RunDirectoryError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.file_owners import other_owner
 from llama_core.records.job import Outcome
-from training_infra.commands.command import RUN_DIR, Argument, Command, whole_number
+from training_infra.commands.command import RUN_DIR, Argument, Command, path_or_url, whole_number
 from training_infra.lines import print_json, print_line
 from training_infra.tables import print_diagnosis, print_runs
 
@@ -144,8 +144,8 @@ def _port(text: str) -> int:
 def _watch(options: argparse.Namespace) -> None:
     from training_reports.watch import WatchServer
 
-    with WatchServer(options.directory, options.host, options.port) as server:
-        print_line(f"{server.url} shows {options.directory} until Ctrl-C")
+    with WatchServer(options.run_dir, options.host, options.port) as server:
+        print_line(f"{server.url} shows {options.run_dir} until Ctrl-C")
         server.serve_forever()
 
 
@@ -155,7 +155,7 @@ WATCH = Command(
     _watch,
     examples=("runs/mine", "sweeps/mine --port 9000", "runs/mine --host 0.0.0.0"),
     arguments=(
-        Argument("directory", type=Path, metavar="RUN_DIR|SWEEP_DIR", help="the directory of a run or a sweep"),
+        Argument("run_dir", type=path_or_url, metavar="RUN_DIR|SWEEP_DIR", help="the directory of a run or a sweep"),
         Argument("--port", type=_port, metavar="9000", default=8642, help="0 for any free one; default: 8642"),
         Argument(
             "--host",
