@@ -1,7 +1,8 @@
 """The one rule for trackers that fail: a run goes on without them, since its own metrics hold the same values."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 
@@ -99,8 +100,9 @@ def keep_file(asked: AskedTracker, run: TrackedRun, file: Path, tell: Callable[[
             failures.append(error)
 
     thread = Thread(target=keep, name=f"{file.name} for {asked.kind.title}", daemon=True)
-    thread.start()
-    thread.join(KEEP_SECONDS)
+    with redirect_stdout(StringIO()):  # what its client prints is not the output of our command
+        thread.start()
+        thread.join(KEEP_SECONDS)
     without = f"{asked.kind.title} does not get {file.name}"
     for error in failures:
         tell(f"{without}: {type(error).__name__}: {error}")

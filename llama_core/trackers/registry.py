@@ -5,11 +5,12 @@ from typing import Any
 from llama_core.registry import Registry
 from llama_core.trackers.mlflow import MLFLOW
 from llama_core.trackers.tensorboard import TENSORBOARD
+from llama_core.trackers.trackio import TRACKIO
 from llama_core.trackers.traits import TrackerType
 from llama_core.trackers.wandb import WANDB
 
 TRACKERS: Registry[TrackerType[Any]] = Registry(
-    "trackers", TrackerType, "tracking.trackers", TENSORBOARD, WANDB, MLFLOW
+    "trackers", TrackerType, "tracking.trackers", TENSORBOARD, WANDB, MLFLOW, TRACKIO
 )
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 
 import pytest
 from one_batch import ROWS, SEQ_LEN, OneBatch
@@ -22,8 +23,10 @@ from llama_core.records.file_owners import refuse_links
 from llama_core.records.files import now
 from llama_core.records.metrics import read_metrics
 from llama_core.redaction import redacted
+from llama_core.trackers import guarded
+from llama_core.trackers.guarded import keep_file
 from llama_core.trackers.registry import TRACKERS, folders_with_links
-from llama_core.training.metrics import MetricsSinks
+from llama_core.training.metrics import MetricsSinks, tracked_run
 from llama_core.training.trainer import Trainer
 
 
@@ -82,7 +85,7 @@ def test_it_is_turned_on_by_one_setting_and_off_by_null():
         ({"toy": {"project": "a", "x": 1}}, "unknown key 'tracking.trackers.toy.x'"),
         ({"toy": {}}, "tracking.trackers.toy.project={}: field required"),
         ({"toy": True}, "tracking.trackers.toy=True: this is a section of keys, not a value"),
-        ({"toys": {}}, "tracking.trackers.toys={}: choose one of mlflow, toy; did you mean 'toy'?"),
+        ({"toys": {}}, "tracking.trackers.toys={}: choose one of mlflow, trackio, toy; did you mean 'toy'?"),
         ({"wandb": {"mode": "online"}}, "tracking.trackers.wandb={'mode': 'online'}: use tracking.wandb"),
         (["toy"], "tracking.trackers=['toy']: input should be a valid dictionary"),
     ],
@@ -191,6 +194,34 @@ def test_a_run_ends_with_where_to_look(tmp_path, capsys):
     run.tracker("toy").mkdir()
     announcements.say_metrics(run)
     assert capsys.readouterr().out == f"metrics   cat {run.path}/logs/toy/steps.jsonl\n"
+
+
+def kept_by(run, keep):
+    """Return the warnings of a tracker that keeps the report as a function says."""
+    one = config({"project": "mine"})
+    (asked,) = one.tracking.asked_trackers()
+    told = []
+    keep_file(asked._replace(kind=replace(TOY, keep=keep)), tracked_run(run, one), run.report, told.append)
+    return told
+
+
+def test_a_tracker_may_keep_the_report_and_prints_nothing(run, capsys):
+    got = []
+    assert kept_by(run, lambda tracked, settings, file: got.append((file, print("uploading")))) == []
+    assert got == [(run.report, None)]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_tracker_that_fails_to_keep_the_report_or_does_not_answer_costs_a_warning(run, monkeypatch):
+    def fail(*_):
+        raise ConnectionError("no network")
+
+    assert kept_by(run, fail) == ["Toy does not get report.html: ConnectionError: no network"]
+    monkeypatch.setattr(guarded, "KEEP_SECONDS", 0.05)
+    may_end = Event()
+    told = kept_by(run, lambda *_: may_end.wait(60))
+    may_end.set()
+    assert told == ["Toy does not get report.html: it did not answer within 0.05 s"]
 
 
 def test_only_a_tracker_that_says_so_may_leave_links(run, monkeypatch):
