@@ -161,10 +161,10 @@ class Resolved:
 
 
 def resolve(config: RunConfig) -> Resolved:
-    """Find what a run takes from the Hub. Downloads at most what says what a model is, and its tokenizer.
+    """Find what a run takes from the Hub and from mirrors. Copies at most what says what a model is, and its tokenizer.
 
     Raises:
-        HubError: if a name stands for nothing, or nothing that can be used.
+        HubError, StorageError: if a name or an address stands for nothing, or nothing that can be used.
     """
     notes = list(_folders_that_win(config))
     sources: list[Source | MirroredWeights] = []
@@ -178,6 +178,10 @@ def resolve(config: RunConfig) -> Resolved:
     if config.training.init_from is not None:
         sources += _of_weights(config.training.init_from)
         folders.append(Override("training.init_from", str(folder_of(config.training.init_from))))
+    teacher = config.training.teacher
+    if teacher is not None and is_url(teacher):
+        sources.append(MirroredWeights("training.teacher", teacher, folder_of(teacher)))
+        folders.append(Override("training.teacher", str(sources[-1].folder)))
     for setting, given in _data_settings(config.data):
         data = _of_data_source(setting, given, config.data.cache_dir)
         folders.append(Override(setting, data.paths))

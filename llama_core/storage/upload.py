@@ -284,11 +284,11 @@ class Uploads:
         return copied
 
     def _next(self) -> Path | None:
-        """Return the newest checkpoint that is complete here and not there."""
+        """Return the newest checkpoint that the run keeps, that is complete here and not there."""
         assert self._contents is not None
         if self._is_stopping:
             return None
-        for path in reversed(list_checkpoints(self.run)):
+        for path in sorted(self._kept_here(), reverse=True):
             try:
                 if not is_complete(path):
                     continue
@@ -298,6 +298,9 @@ class Uploads:
             except CheckpointError:  # it was removed meanwhile, or is damaged
                 continue
         return None
+
+    def _kept_here(self) -> set[Path]:
+        return self.keep.kept(list_checkpoints(self.run))
 
     def _copy(self, path: Path) -> Mirrored:
         """Copy a checkpoint: its files, the run's records, and at last its manifest."""
@@ -342,8 +345,8 @@ class Uploads:
         assert contents is not None
         newest = max(contents.whole, default="")
         kept = {path.name for path in self.keep.kept([self._counters(one) for one in contents.whole.values()])}
-        here = {path.name for path in list_checkpoints(self.run)}
-        gone = [name for name in contents.parts if name < newest and name not in here | kept]
+        kept |= {path.name for path in self._kept_here()}
+        gone = [name for name in contents.parts if name < newest and name not in kept]
         if gone:
             self._refuse_lost()
         for name in gone:

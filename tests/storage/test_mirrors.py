@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 import tarfile
+from dataclasses import asdict
+from threading import Event
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -11,6 +13,7 @@ from fsspec.registry import _registry
 from s3_server import SECRET, s3_server
 from s3fs import S3FileSystem
 
+from llama_core.chain.downloads import resolve
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, RunDirectoryError, StorageError
 from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifest
@@ -20,10 +23,11 @@ from llama_core.records.retention import Retention
 from llama_core.storage import copies, folders, stores
 from llama_core.storage.copies import RemoteRun, copy_of_run, run_from_mirror
 from llama_core.storage.folders import copy_folder
-from llama_core.storage.mirror import Mirror
+from llama_core.storage.mirror import Mirror, _json
 from llama_core.storage.run_records import pack_records, unpack_records
 from llama_core.storage.stores import checked_url, store_at
 from llama_core.storage.upload import Uploads
+from llama_core.training.checkpoint import Checkpointer
 
 URL = "memory://team/mine"
 
@@ -96,22 +100,36 @@ def test_a_step_that_was_trained_again_replaces_the_one_on_the_mirror(tmp_path):
     assert (again.checkpoints / "step-00000002" / "deep" / "shard.bin").read_bytes() == b"others!others!"
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_an_older_checkpoint_leaves_the_mirror_only_when_enough_newer_ones_are_whole(tmp_path, memory, keep):
+def test_an_older_checkpoint_leaves_the_mirror_manifest_first_and_only_when_a_newer_one_is_whole(tmp_path, monkeypatch):
     run = run_with(tmp_path / "mine", 1, 2)
-    copied(run, keep=keep)
-    order = []
-    removed = memory.rm_file
-    MemoryFileSystem.rm_file = lambda self, path: order.append(path.rpartition("mine/")[2]) or removed(path)
-    try:
-        (run.checkpoints / "step-00000001").rename(tmp_path / "gone")
-        copied(run, keep=keep)
-        assert [name for name in order if "00000001" in name][:1] == (
-            ["step-00000001/manifest.json"] if keep == 1 else []
-        )
-    finally:
-        MemoryFileSystem.rm_file = removed.__func__
-    assert list(Mirror(URL).contents().whole) == ["step-00000001", "step-00000002"][2 - keep :]
+    copied(run)
+    save(run, 3)
+    calls = []
+    write, remove = stores.Store.write, stores.Store.remove
+
+    def away(self, name, content):
+        raise OSError("away")
+
+    def noted(self, name, content):
+        calls.append(f"write {self.name}/{name}")
+        write(self, name, content)
+
+    def removed(self, names):
+        calls.extend(f"remove {name}" for name in names)
+        remove(self, names)
+
+    monkeypatch.setattr(stores.Store, "remove", removed)
+    monkeypatch.setattr(Mirror, "write_claim", lambda self, claim: write(self.store, "run.json", _json(asdict(claim))))
+    monkeypatch.setattr(stores.Store, "write", away)
+    with pytest.raises(StorageError, match="away"):
+        copied(run, keep=1)
+    assert calls == []
+    assert list(Mirror(URL).contents().whole) == ["step-00000001", "step-00000002"]
+    monkeypatch.setattr(stores.Store, "write", noted)
+    copied(run, keep=1)
+    assert list(Mirror(URL).contents().whole) == ["step-00000003"]
+    assert calls[:2] == ["write step-00000003/manifest.json", "remove step-00000001/manifest.json"]
+    assert calls.index("remove step-00000002/manifest.json") < calls.index("remove step-00000002/state.json")
 
 
 def test_a_run_that_was_taken_from_the_mirror_removes_there_what_it_no_longer_keeps(tmp_path):
@@ -171,10 +189,52 @@ def test_an_address_brings_its_settings_before_its_weights(tmp_path, monkeypatch
     assert config.spec.name == "tiny_llama3_150m"
     cached = copies.described_checkpoint(URL)
     assert not (cached / "deep" / "shard.bin").exists()
+    asked = resolve(RunConfig.from_mapping({"training": {"objective": "distill", "teacher": URL, "init_from": URL}}))
+    assert asked.config.training.teacher == asked.config.training.init_from == str(cached)
+    assert [source.missing for source in asked.sources] == [["deep/shard.bin"]] * 2
     assert (copies.fetch_described(URL, print) / "deep" / "shard.bin").read_bytes() == b"weights"
 
 
-@pytest.mark.parametrize("name", ["../outside.json", "/outside.json", "logs/submit.sh", "metrics/deep/part-1.parquet"])
+def test_a_checkpoint_that_is_being_copied_stays_on_disk_until_it_has_been(tmp_path, monkeypatch):
+    """Else a mirror that is slower than the run would never get a whole checkpoint."""
+    run = run_with(tmp_path / "mine", 1)
+    begun, go_on = Event(), Event()
+    put = stores.Store.put
+
+    def slow(self, file, name):
+        begun.set()
+        assert go_on.wait(60)
+        put(self, file, name)
+
+    monkeypatch.setattr(stores.Store, "put", slow)
+    uploads = Uploads(run, Mirror(URL), fingerprint="f" * 16, keep=Retention(1))
+    assert uploads.start() is None
+    assert begun.wait(60)
+    checkpointer = Checkpointer(run, keep=Retention(1))
+    checkpointer.on_published, checkpointer.is_held = uploads.wake, uploads.holds
+    for step in (2, 3):
+        save(run, step)
+        checkpointer._newest = checkpoint_name(step)
+        checkpointer.on_published()
+        checkpointer.remove_others()
+    assert names(run) == ["step-00000001", "step-00000003"]
+    go_on.set()
+    assert uploads.wait(60)
+    checkpointer.remove_others()
+    uploads.stop()
+    assert names(run) == list(Mirror(URL).contents().whole) == ["step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../outside.json",
+        "/outside.json",
+        "logs/submit.sh",
+        "metrics/deep/part-1.parquet",
+        "evaluations/jobs/../step-1.parquet",
+    ],
+)
 def test_an_archive_of_records_writes_nothing_but_records(tmp_path, name):
     with tarfile.open(tmp_path / "records.tar", "w") as archive:
         member = tarfile.TarInfo(name)
@@ -198,10 +258,17 @@ def test_a_link_in_an_archive_of_records_is_refused(tmp_path):
 def test_records_come_back_as_they_were(tmp_path):
     run = run_with(tmp_path / "mine")
     (run.metrics / "part-00000.parquet").write_bytes(b"one")
+    (run.evaluations / "jobs").mkdir(parents=True)
+    (run.evaluations / "step-00000001-ab.parquet").write_bytes(b"scores")
+    (run.evaluations / "jobs" / "step-00000001.ended.json").write_bytes(b"{}")
+    expected = content(run.path)
     pack_records(run, tmp_path / "records.tar")
     (run.metrics / "part-00001.parquet").write_bytes(b"later")
     unpack_records(tmp_path / "records.tar", run)
-    assert [path.name for path in run.metrics.iterdir()] == ["part-00000.parquet"]
+    assert content(run.path) == expected
+    other = run_with(tmp_path / "other")
+    unpack_records(tmp_path / "records.tar", other)
+    assert content(other.path) == expected
 
 
 @pytest.mark.parametrize(
@@ -290,8 +357,9 @@ from pathlib import Path
 from llama_core.records.directory import RunDirectory
 from llama_core.records.retention import Retention
 from llama_core.storage import stores
-from llama_core.storage.mirror import Mirror
+from llama_core.storage.mirror import Mirror, _json
 from llama_core.storage.upload import Uploads
+from llama_core.training.checkpoint import Checkpointer
 
 put = stores.Store.put
 

@@ -77,7 +77,6 @@ def test_the_mirror_keeps_what_the_run_keeps(s3, tmp_path):
     assert left == {"step-00000005", "step-00000006"}
 
 
-@pytest.mark.wide
 def test_no_credential_is_in_a_file_of_the_run_or_of_the_mirror(s3, tmp_path, caplog):
     run = run_at(tmp_path / "mine")
     with caplog.at_level(logging.DEBUG, logger="llama_core"):
@@ -180,7 +179,6 @@ def test_the_checkpoint_before_one_that_is_not_whole_is_taken_with_a_line(s3, tm
     assert second.step == 2
 
 
-@pytest.mark.wide
 def test_a_job_that_another_one_has_taken_over_writes_no_manifest(s3, tmp_path, caplog):
     run = run_at(tmp_path / "mine")
     first = mirrored(run, s3, steps=4)

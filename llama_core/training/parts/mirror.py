@@ -72,18 +72,20 @@ class CheckpointMirror(LoopPart):
     def end(self, error: BaseException | None) -> None:
         """Wait until the last checkpoint is on the mirror, at most ``launch.save_timeout_s``.
 
+        A run that is stopped or fails waits a quarter of that: it may have as little time for all it does at its end.
         What is missing then is copied when the run is resumed.
         """
         if not self._is_asked_for or not (error is None or isinstance(error, Exception)):
             return
         uploads = self._uploads
-        until = time.monotonic() + self._patience_s
+        patience_s = self._patience_s if error is None else self._patience_s / 4
+        until = time.monotonic() + patience_s
         if uploads is not None and not uploads.is_done:
             self._activity.tell("copying the last checkpoint to the mirror", "checkpoints")
             logger.info(
-                "waiting for the last checkpoint to be on %s, at most %g s (launch.save_timeout_s)",
+                "waiting for the last checkpoint to be on %s, at most %g s (by launch.save_timeout_s)",
                 uploads.mirror,
-                self._patience_s,
+                patience_s,
             )
         if error is None or isinstance(error, TrainingFailedError):  # on all ranks
             num_waiting = 1
