@@ -6,7 +6,8 @@ damaged, is passed over with a line.
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from uuid import uuid4
@@ -123,49 +124,68 @@ class RemoteRun:
                 raise StorageError(f"{self.mirror}/{one.name} is damaged ({problem}); choose another checkpoint")
 
     def describe(self, one: Mirrored, run: RunDirectory) -> None:
-        """Copy what says what a checkpoint is, and the run's records, but no weights."""
+        """Copy what says what a checkpoint is, and the run's records, but no weights.
+
+        Raises:
+            StorageError: if the records are damaged.
+        """
         folder = run.checkpoints / one.name
-        if not (folder / CONFIG).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            self._get(one, [STATE, CONFIG], folder)
-            (folder / MANIFEST).write_bytes(one.own_manifest())
-        self._unpack(one, run)
+        with self._records(one, run) as (packed, problem):
+            if problem:
+                raise StorageError(f"{self.mirror}/{one.name} is damaged ({problem}); choose another checkpoint")
+            if not (folder / CONFIG).exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                self._get(one, [STATE, CONFIG], folder)
+                (folder / MANIFEST).write_bytes(one.own_manifest())
+            self._unpack(packed, run)
 
     def copy(self, one: Mirrored, run: RunDirectory) -> str:
         """Copy a checkpoint into a run's directory, and the records of that time; return what is wrong, or ""."""
-        final = run.checkpoints / one.name
-        if not _is_same(final, one):
-            writing = run.checkpoints / f".{one.name}.{uuid4().hex}.writing"
-            writing.mkdir(parents=True)
-            try:
-                free = shutil.disk_usage(writing).free
-                if free < one.num_bytes:
-                    raise StorageError(f"cannot copy {self.mirror}/{one.name}: {no_room(writing, one.num_bytes)}")
-                self.tell(f"copying {self.mirror}/{one.name}, {format_bytes(one.num_bytes)}, to {run.path}")
-                self._get(one, one.sums, writing)
-                if problem := find_damage(writing, one.sums, below=writing):
-                    return problem
-                (writing / MANIFEST).write_bytes(one.own_manifest())
-                if final.exists():
-                    final.replace(run.checkpoints / f".{one.name}.{uuid4().hex}.replaced.writing")
-                writing.replace(final)
-            finally:
-                for left in (writing, *run.checkpoints.glob(f".{one.name}.*.replaced.writing")):
-                    shutil.rmtree(left, ignore_errors=True)
-        return self._unpack(one, run)
+        with self._records(one, run) as (packed, problem):
+            is_here = _is_same(run.checkpoints / one.name, one)
+            found = problem or ("" if is_here else self._copy_files(one, run))
+            if not found:
+                self._unpack(packed, run)
+        return found
 
-    def _unpack(self, one: Mirrored, run: RunDirectory) -> str:
+    def _copy_files(self, one: Mirrored, run: RunDirectory) -> str:
+        final = run.checkpoints / one.name
+        writing = run.checkpoints / f".{one.name}.{uuid4().hex}.writing"
+        replaced = run.checkpoints / f".{one.name}.{uuid4().hex}.replaced.writing"
+        writing.mkdir(parents=True)
+        try:
+            if shutil.disk_usage(writing).free < one.num_bytes:
+                raise StorageError(f"cannot copy {self.mirror}/{one.name}: {no_room(writing, one.num_bytes)}")
+            self.tell(f"copying {self.mirror}/{one.name}, {format_bytes(one.num_bytes)}, to {run.path}")
+            self._get(one, one.sums, writing)
+            if problem := find_damage(writing, one.sums, below=writing):
+                return problem
+            (writing / MANIFEST).write_bytes(one.own_manifest())
+            if final.exists():
+                final.replace(replaced)
+            writing.replace(final)
+        finally:
+            for left in (writing, replaced):
+                shutil.rmtree(left, ignore_errors=True)
+        return ""
+
+    @contextmanager
+    def _records(self, one: Mirrored, run: RunDirectory) -> Iterator[tuple[Path, str]]:
+        """Yield a copy of the file of records, and what is wrong with it, or ""."""
         run.create()
         packed = run.path / f".{RECORDS}.{uuid4().hex}.tmp"
         try:
             self._get_file(f"{one.name}/{RECORDS}", packed)
-            if problem := find_damage(run.path, {packed.name: one.records}, below=run.path):
-                return problem.replace(packed.name, RECORDS)
-            unpack_records(packed, run)
+            yield (
+                packed,
+                find_damage(run.path, {packed.name: one.records}, below=run.path).replace(packed.name, RECORDS),
+            )
         finally:
             packed.unlink(missing_ok=True)
+
+    def _unpack(self, packed: Path, run: RunDirectory) -> None:
+        unpack_records(packed, run)
         write_json(run.mirror, MirrorRecord(self.run_id))
-        return ""
 
     def _get(self, one: Mirrored, names: Iterable[str], folder: Path) -> None:
         for name in names:
@@ -205,6 +225,7 @@ def run_from_mirror(url: str, runs: Path, tell: Tell) -> Path:
         if here >= remote.newest().name:
             tell(f"{run.path} is here already, with {here}; it goes on from there")
             return run.path
+        tell(f"{run.path} is here already, with {here or 'no checkpoint'}; its records become those of the mirror")
     newest = remote.copy_newest(run)
     with atomic_write(run.checkpoints / LATEST) as temporary:
         temporary.write_text(f"{newest.name}\n")

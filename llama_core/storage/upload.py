@@ -35,6 +35,8 @@ from llama_core.storage.stores import said
 FIRST_WAIT_SECONDS = 2.0
 """After the first error; each further one doubles it."""
 LONGEST_WAIT_SECONDS = 120.0
+SETTLING_SECONDS = 1.0
+"""After a run has claimed a new mirror, before it looks whether another has done so at the same moment."""
 CLAIM_SECONDS = 20.0
 """How long the start of a run waits to learn whether the mirror is its own."""
 
@@ -124,7 +126,11 @@ class Uploads:
         if run_id is None:
             run_id = uuid4().hex
             write_json(self.run.mirror, MirrorRecord(run_id))
+        is_new = self.mirror.claim() is None
         self.mirror.write_claim(Claim(run_id, self._fingerprint, self._job, gethostname(), now()))
+        if is_new:
+            time.sleep(SETTLING_SECONDS)
+            refuse_foreign_mirror(self.mirror, self.run)
         self._is_claimed = True
         self._tell_of_newer(contents)
 

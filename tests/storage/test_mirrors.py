@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from threading import Event
 
 import pytest
@@ -20,7 +20,7 @@ from llama_core.records.checkpoints import STATE, checkpoint_name, write_manifes
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.retention import Retention
-from llama_core.storage import copies, folders, stores
+from llama_core.storage import copies, folders, stores, upload
 from llama_core.storage.copies import RemoteRun, copy_of_run, run_from_mirror
 from llama_core.storage.folders import copy_folder
 from llama_core.storage.mirror import Mirror, _json
@@ -37,6 +37,7 @@ def memory(monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(stores, "_WAITS_SECONDS", (0.0,))
+    monkeypatch.setattr(upload, "SETTLING_SECONDS", 0.0)
     copies.described_checkpoint.cache_clear()
     return MemoryFileSystem()
 
@@ -160,6 +161,27 @@ def test_a_directory_of_another_run_is_not_written_to(tmp_path):
     with pytest.raises(RunDirectoryError, match="holds another run than memory://team/mine; move it away"):
         run_from_mirror(URL, tmp_path / "runs", print)
     assert content(other.path) == before
+
+
+def test_of_two_runs_that_claim_a_mirror_at_the_same_moment_the_first_is_refused(tmp_path, monkeypatch):
+    write = Mirror.write_claim
+
+    def both(self, claim):
+        write(self, claim)
+        write(self, replace(claim, run_id="of the other", job="other"))
+
+    monkeypatch.setattr(Mirror, "write_claim", both)
+    with pytest.raises(RunDirectoryError, match="holds the checkpoints of another run"):
+        copied(run_with(tmp_path / "mine", 1))
+    assert list(Mirror(URL).contents().whole) == []
+
+
+def test_a_checkpoint_whose_records_are_damaged_is_not_taken(tmp_path, memory):
+    copied(run_with(tmp_path / "mine", 1, 2))
+    records = memory.cat_file("/team/mine/step-00000002/records.tar")
+    memory.pipe_file("/team/mine/step-00000002/records.tar", bytes([records[0] ^ 1]) + records[1:])
+    again = RunDirectory(run_from_mirror(URL, tmp_path / "elsewhere", print))
+    assert names(again) == ["step-00000001"]
 
 
 def test_files_that_no_run_has_written_are_left_alone(tmp_path, memory):

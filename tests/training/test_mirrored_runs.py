@@ -23,6 +23,7 @@ def s3(monkeypatch, tmp_path):
     with s3_server(environment) as server:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
+        monkeypatch.setattr(upload, "SETTLING_SECONDS", 0.0)
         monkeypatch.setattr(upload, "FIRST_WAIT_SECONDS", 0.05)
         monkeypatch.setattr(upload, "LONGEST_WAIT_SECONDS", 0.1)
         yield server
