@@ -212,7 +212,7 @@ class RunContents:
         """The configuration; None if it is unknown or not valid."""
         try:
             return None if self.config is None else RunConfig.from_mapping(self.config)
-        except ConfigError:  # the configuration of another version
+        except TrainingInfraError:  # the configuration of another version, or of a model that cannot be had
             return None
 
     @property

@@ -550,6 +550,12 @@ def written_by(path, text):
     return run
 
 
+def test_a_run_whose_model_cannot_be_had_has_a_page(run):
+    config = yaml.safe_load(run.config.read_text()) | {"model": "gopher://example/model"}
+    run.config.write_text(yaml.safe_dump(config))
+    assert "gopher://example/model" in report(run).text
+
+
 def test_a_missing_directory_is_refused_and_not_created(tmp_path):
     with pytest.raises(RunDirectoryError, match="is not a directory; give the directory of a run"):
         write_report(RunDirectory(tmp_path / "absent"))
