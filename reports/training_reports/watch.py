@@ -163,8 +163,11 @@ class WatchHandler(BaseHTTPRequestHandler):
         return ""
 
     def _say(self, status: HTTPStatus, text: str, headers: Mapping[str, str] | None = None) -> None:
-        """Send a line of text."""
-        self._send_as(status, safe(text).encode(errors="replace"), {"Content-Type": _TEXT, **(headers or {})})
+        """Send a line of text; a browser that shows nothing but a problem of the moment asks again by itself."""
+        headers = {"Content-Type": _TEXT, **(headers or {})}
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            headers["Refresh"] = "5"
+        self._send_as(status, safe(text).encode(errors="replace"), headers)
 
     def _send(self, newest: LiveContent, kind: str, headers: Mapping[str, str]) -> None:
         """Send a content, unless the browser has it."""

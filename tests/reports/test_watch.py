@@ -184,6 +184,7 @@ def test_a_run_that_has_not_begun_is_shown_and_one_that_is_deleted_is_a_line(tmp
         gone = Answer(server)
         assert gone.status == 503
         assert gone.text == f"'{run.path}' is gone: it has been deleted or moved"
+        assert gone.headers["Refresh"] == "5"
         run.create()
         take_step(run, 7)
         assert "<dd>7 of 40</dd>" in Answer(server).text
