@@ -16,6 +16,8 @@ from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
 from llama_core.launch.attempts import Attempt, RankExit, exit_path
 from llama_core.launch.outcome import conclude, record_outcome, record_refusal, record_requeue, tell_final_ending
+from llama_core.launch.rank import requeue
+from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launch.verdict import Verdict
 from llama_core.notifications import Notice, finish_notices, notify
 from llama_core.records.directory import RunDirectory
@@ -230,6 +232,26 @@ def test_a_job_that_is_queued_again_and_then_finishes_is_told_as_both(webhook, r
     record_outcome(run, "finished", reason="7 steps", next_action="")
     told = sorted((body["event"], body["cause"]) for body in webhook.all())
     assert told == [("end", "finished: 7 steps"), ("requeue", "preempted: why")]
+
+
+def test_a_scheduler_that_ends_the_process_is_asked_once_no_notice_is_under_way(webhook, run, monkeypatch):
+    under_way = []
+
+    class Scheduler(Surroundings):
+        def take_place(self):
+            raise NotImplementedError
+
+        def queue_again(self, job):
+            under_way.append([thread for thread in notifications._under_way if thread.is_alive()])
+            return True
+
+    monkeypatch.setattr(notifications, "WEBHOOK_SECONDS", 0.2)
+    webhook.may_answer.clear()  # so that the notice is under way until it is given up
+    job = job_of(run)
+    attempt = Attempt(job.job_id, job.submitted_at, 0, "", timestamp())
+    assert requeue._queued_again(run, job, attempt, Verdict("timeout", "why", ""), Scheduler())
+    assert under_way == [[]]
+    assert webhook.got.get_nowait()[2]["event"] == "requeue"
 
 
 def test_a_stop_is_told_once_it_is_final(webhook, run, monkeypatch):

@@ -56,6 +56,13 @@ def tell_ending(run: RunDirectory, attempt: int, status: OutcomeStatus, cause: s
         notify(config, Notice(event, run.name, step, loss, f"{status}: {cause}", own_host()))
 
 
+def finish_telling() -> None:
+    """Wait a moment for what is being told, before a scheduler is asked for what ends this process."""
+    from llama_core.notifications import finish_notices
+
+    finish_notices()
+
+
 def _is_first(run: RunDirectory, name: str) -> bool:
     """Return whether no other process has told of this; several ranks may fail, and whoever waits for the job looks."""
     folder = run.logs / "notices"

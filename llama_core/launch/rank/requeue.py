@@ -19,6 +19,7 @@ from llama_core.launch.outcome import is_requeued, record_requeue, record_surren
 from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launch.rank.watchdogs import LOOK_SECONDS
 from llama_core.launch.scheduler import JobStatus
+from llama_core.launch.telling import finish_telling
 from llama_core.launch.verdict import RESUME, Verdict
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.launchers.traits import LauncherType
@@ -146,6 +147,7 @@ def _queued_again(
 ) -> bool:
     """Queue a job again and record why; return whether its scheduler did."""
     record_requeue(run, job, attempt, verdict)
+    finish_telling()
     if surroundings.queue_again(job):
         return True
     title = LAUNCHERS.named(job.launcher).title
