@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
 
     def help_on(self, word: str | None) -> str:
         """Return the help on flags and keys in the group ``word``, or with ``word`` in their names; None means all."""
-        groups = dict(self._index())
+        groups = self._groups()
         tables = dict[str, Rows]()
         for key, text in config_keys().items():
             flag, action = self._flags.get(key, (None, None))
@@ -144,13 +144,20 @@ class Parser(argparse.ArgumentParser):
             self.error(f"no flag or key is called {word!r}; groups: {', '.join(groups)}")
         return self._page((), tables)
 
-    def _index(self) -> Rows:
-        """Return each group with the names of its flags that the short help leaves out."""
+    def _groups(self) -> dict[str, list[str]]:
+        """Return the names of the flags that the short help leaves out, by group."""
         names: dict[str, list[str]] = {group_of(key): [] for key in config_keys()}
         for flag, _ in self._flags.values():
             if not flag.is_common:
                 names[flag.group].append(flag.name)
-        return [(group, " ".join(flags) or "keys only") for group, flags in names.items()]
+        return names
+
+    def _index(self) -> Rows:
+        """Return the groups with the names of their flags, and those that have none in one row."""
+        groups = self._groups()
+        rows = [(group, " ".join(flags)) for group, flags in groups.items() if flags]
+        without = ", ".join(group for group, flags in groups.items() if not flags)
+        return [*rows, (without, "keys only")] if without else rows
 
     def _page(self, examples: Sequence[str], tables: dict[str, Rows]) -> str:
         width = min(_WIDEST, shutil.get_terminal_size().columns)

@@ -222,7 +222,8 @@ def test_help_on_a_group_or_on_a_part_of_a_name_has_only_that(told):
     assert "8 microbatches have 1 sequence each" in " ".join(page.split())
     assert "none, selective, full, or adaptive" in " ".join(told("train", "--help", "recompute").split())
     assert told("train", "--help", "foo") == (
-        "error: no flag or key is called 'foo'; groups: model, data, training, parallel, launch, tracking, evaluation\n"
+        "error: no flag or key is called 'foo'; groups: model, data, training, parallel, launch, tracking, evaluation, "
+        "notify\n"
     )
 
 

@@ -67,7 +67,6 @@ TRAIN = Command(
         "--init-from ~/Llama-3.2-1B --strategy lora --data chats.jsonl",
         "--model llama3_8b --gpus 16 --nodes 2 --launcher slurm --partition gpu --time 12:00:00",
         "--resume --run-dir runs/mine",
-        "--resume --run-dir s3://bucket/runs/mine",
     ),
     bring_here=_bring_here,
     arguments=(
