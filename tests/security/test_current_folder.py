@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from harness_folders import make_tasks
@@ -67,7 +69,19 @@ def run(tmp_path, request):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def serve(*command):
+        """Return the page that a command serves until it is interrupted; its line begins with the address."""
+        with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as serving:
+            try:
+                with urlopen(serving.stdout.readline().split()[0]) as page:
+                    return page.read().decode()
+            finally:
+                serving.send_signal(signal.SIGINT)
+                serving.wait()
+                assert [path.name for path in tmp_path.glob("ran-*")] == []
+
     start.folder = tmp_path
+    start.serve = serve
     return start
 
 
@@ -181,5 +195,6 @@ def test_no_command_takes_one(run):
     program = str(Path(sys.executable).with_name("training-infra"))
     for command in COMMANDS:
         run(program, *command.split())
-    named = {command.split()[0] for command in COMMANDS}
+    assert "<title>" in run.serve(program, "watch", "run", "--port", "0")
+    named = {"watch", *(command.split()[0] for command in COMMANDS)}
     assert named == {command.name for commands in cli.COMMANDS.values() for command in commands}
