@@ -166,7 +166,8 @@ def processor(label: str, rates: CpuRates, num_ranks: int) -> DeviceSpec:
         rates: of all its cores.
         num_ranks: the ranks that share it.
     """
-    own_flops, own_bandwidth = rates.product_flops / num_ranks, rates.bandwidth / num_ranks
+    own_flops = rates.product_flops / num_ranks
+    own_bandwidth = rates.bandwidth / num_ranks
     attention_share = rates.attention_flops / rates.product_flops
     return DeviceSpec(
         "cpu",

@@ -171,10 +171,12 @@ class _Probe:
         return time.thread_time() if self._device.type == "cpu" else mark(self._device)
 
     def _core_wait(self) -> float:
-        waited, now = own_core_wait_seconds(), time.monotonic()
+        waited = own_core_wait_seconds()
+        now = time.monotonic()
         share = 0.0
         if waited is not None and self._waited is not None:
             # 0 would say that nothing is known
             share = max(1e-9, (waited - self._waited) / (now - self._since))
-        self._waited, self._since = waited, now
+        self._waited = waited
+        self._since = now
         return share
