@@ -1,9 +1,9 @@
 """Numbers that the parts of the loop report, on their way to the record of a step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ class _Reported:
     """None if it has not been reported."""
 
 
+class SentReports(NamedTuple):
+    """What all ranks have reported for a step, on its way to host memory."""
+
+    values: Tensor
+    """fp64 on the device."""
+    of_ranks: tuple[str, ...]
+    """The names of those of which it holds the value of each rank, at its end."""
+
+
 class Reports:
     """Reduces over all ranks what each has reported, and sends it to host memory with a step.
 
@@ -34,7 +43,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._own: dict[str, _Reported] = {}
-        self._of_ranks: dict[str, float] = {}
+        self._of_ranks: dict[str, float | None] = {}
         self.formats: dict[str, str] = {}
         """How the console shows some of them, by name."""
 
@@ -64,20 +73,22 @@ class Reports:
     def declare_of_ranks(self, name: str) -> Callable[[float], None]:
         """Return the function that reports a value for the next step, of which all ranks learn the value of each rank.
 
+        All ranks report it for the same steps: other steps do not carry it, as it is as long as there are ranks.
+
         Args:
             name: its name in ``of_ranks``.
         """
         if name in self._of_ranks:
             raise ValueError(f"two parts report {name}")
-        self._of_ranks[name] = 0.0
+        self._of_ranks[name] = None
 
         def report(value: float) -> None:
             self._of_ranks[name] = value
 
         return report
 
-    def send(self, device: torch.device) -> Tensor:
-        """Return the values of all ranks on their way: fp64 on ``device``, to be read by ``received``.
+    def send(self, device: torch.device) -> SentReports:
+        """Return the values of all ranks on their way, to be read by ``received`` and ``of_ranks``.
 
         All ranks must call it together. It does not wait for the device.
         """
@@ -86,15 +97,18 @@ class Reports:
         for own in self._own.values():
             if own.reduction != "max":
                 added += (_or(0.0, own), float(own.value is not None))
-        for name, value in self._of_ranks.items():
+        of_ranks = {name: value for name, value in self._of_ranks.items() if value is not None}
+        for name, value in of_ranks.items():
             by_rank = [0.0] * num_ranks()
             by_rank[own_rank()] = value
             added += by_rank
-            self._of_ranks[name] = 0.0
+            self._of_ranks[name] = None
         for own in self._own.values():
             own.value = None
         values = most_over_devices(device, *largest)
-        return torch.cat((values, sum_over_devices(device, *added))) if added else values
+        if added:
+            values = torch.cat((values, sum_over_devices(device, *added)))
+        return SentReports(values, tuple(of_ranks))
 
     def received(self, values: list[float]) -> dict[str, float]:
         """Return what all ranks have reported, by name, from the values in host memory."""
@@ -111,13 +125,17 @@ class Reports:
                 found[name] = total / count if own.reduction == "mean" else total
         return found
 
-    def of_ranks(self, values: list[float]) -> dict[str, tuple[float, ...]]:
-        """Return the value of every rank, by name, from the values in host memory; 0 for a rank that reported none."""
+    def of_ranks(self, values: list[float], names: Sequence[str]) -> dict[str, tuple[float, ...]]:
+        """Return the value of every rank, by name, from the values in host memory.
+
+        Args:
+            values: those of ``SentReports``.
+            names: its names.
+        """
         count = num_ranks()
-        first = len(values) - count * len(self._of_ranks)
+        first = len(values) - count * len(names)
         return {
-            name: tuple(values[first + place * count : first + (place + 1) * count])
-            for place, name in enumerate(self._of_ranks)
+            name: tuple(values[first + place * count : first + (place + 1) * count]) for place, name in enumerate(names)
         }
 
     def recorded(self, values: Mapping[str, float]) -> dict[str, float | None]:

@@ -29,7 +29,7 @@ class StepValues:
     reported: Mapping[str, float]
     """What the parts of the loop have reported, reduced over the ranks, by name."""
     of_ranks: Mapping[str, Sequence[float]]
-    """The same of every rank, in order, where it is not reduced; 0 of a rank that reported nothing."""
+    """The same of every rank, in order, where it is not reduced; without those that were not reported for this step."""
     measured: MeasuredValues
     """What the model and the objective have measured beside the loss."""
 
@@ -52,7 +52,7 @@ class ValuesUnderWay:
     ) -> None:
         self._reports = reports
         self._model = model
-        reported = reports.send(device)
+        reported, self._of_ranks = reports.send(device)
         shared = torch.stack([value.to(reported) for value in (result.loss, result.grad_norm, result.updated)])
         self._values = torch.cat((shared, reported)).to("cpu", non_blocking=True)
         totals = measured_totals(model, plan)
@@ -66,7 +66,7 @@ class ValuesUnderWay:
             grad_norm,
             bool(updated),
             reported=self._reports.received(reported),
-            of_ranks=self._reports.of_ranks(reported),
+            of_ranks=self._reports.of_ranks(reported, self._of_ranks),
             measured=measured(self._model, self._totals),
         )
 

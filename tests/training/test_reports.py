@@ -23,16 +23,41 @@ def of_ranks():
     rank = own_rank()
     for name in names:
         report[name](-1.0 - rank)
-    first = reports.received(reports.send(CPU).tolist())
+    first = reports.received(reports.send(CPU).values.tolist())
     if rank == 0:
         report["average"](5.0)
-    second = reports.received(reports.send(CPU).tolist())
+    second = reports.received(reports.send(CPU).values.tolist())
     return first, second
 
 
 def test_every_rank_learns_the_same_reduced_values_and_nothing_of_a_step_that_nobody_reported():
     expected = ({"largest": -1.0, "total": -3.0, "average": -1.5}, {"average": 5.0})
     assert run_ranks(2, of_ranks) == [expected, expected]
+
+
+def some_of_every_rank():
+    """Return what each of some ranks learns of the values of all, in three steps."""
+    reports = Reports()
+    report = {name: reports.declare_of_ranks(name) for name in ("first", "second")}
+    reports.declare("total", "sum")(1.0)
+    rank = own_rank()
+    learnt = []
+    for names in (("first", "second"), (), ("second",)):
+        for name in names:
+            report[name](10.0 * len(learnt) + rank)
+        values, of_ranks = reports.send(CPU)
+        learnt.append((len(values), reports.of_ranks(values.tolist(), of_ranks)))
+    return learnt
+
+
+def test_only_the_steps_that_a_value_is_reported_for_carry_that_of_every_rank():
+    few = len(("total", "how many have reported it"))
+    expected = [
+        (few + 4, {"first": (0.0, 1.0), "second": (0.0, 1.0)}),
+        (few, {}),
+        (few + 2, {"second": (20.0, 21.0)}),
+    ]
+    assert run_ranks(2, some_of_every_rank) == [expected, expected]
 
 
 def test_a_name_is_declared_once():

@@ -93,8 +93,8 @@ class StragglerWatch(LoopPart):
         if self._probe is None:
             return
         step.measured[SLOWEST_DEVICE] = None
-        products = step.values.of_ranks[PRODUCT]
-        if not all(products):  # no look in this step
+        products = step.values.of_ranks.get(PRODUCT, ())
+        if not products or not all(products):  # no look in this step, or the first one
             return
         step.measured[SLOWEST_DEVICE] = max(products) / median(products)
         seconds = _PRODUCTS[self._device.type] * max(products)
