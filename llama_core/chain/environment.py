@@ -14,12 +14,11 @@ from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.validate import EnvironmentReport, Findings, check_machine
 from llama_core.objectives.registry import OBJECTIVES
 from llama_core.optimizers.registry import OPTIMIZERS
-from llama_core.records.checkpoints import newest_checkpoint
 from llama_core.records.directory import RunDirectory
 from llama_core.runs.continuing import RUNS
 from llama_core.schedules.registry import SCHEDULES
 from llama_core.storage.mirror import Mirror, explained, mirror_url
-from llama_core.storage.upload import refuse_foreign_mirror
+from llama_core.storage.upload import newer_than_here, refuse_foreign_mirror
 from llama_core.trackers.registry import TRACKERS
 
 
@@ -93,10 +92,8 @@ def _check_mirror(found: Findings, config: RunConfig, run: RunDirectory) -> None
         # the nodes of a job may reach what this machine does not
         (found.errors if config.launch.is_here else found.warnings).append(problem)
         return
-    newest = max(contents.whole, default="")
-    here = newest_checkpoint(run)
-    if newest > (here.name if here else ""):
+    if newer := newer_than_here(contents, run):
         found.errors.append(
-            f"{mirror} has {newest}, which is newer than what {run.path} has; go on from there with: training-infra "
+            f"{mirror} has {newer}, which is newer than what {run.path} has; go on from there with: training-infra "
             f"train --resume --run-dir {mirror}"
         )

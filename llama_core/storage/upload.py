@@ -22,6 +22,7 @@ from llama_core.records.checkpoints import (
     STATE,
     is_complete,
     list_checkpoints,
+    newest_checkpoint,
     recorded_sums,
 )
 from llama_core.records.checksums import FileSum, file_sum
@@ -76,6 +77,13 @@ def refuse_foreign_mirror(mirror: Mirror, run: RunDirectory) -> Contents:
             f"training-infra train --resume --run-dir {mirror}"
         )
     return contents
+
+
+def newer_than_here(contents: Contents, run: RunDirectory) -> str:
+    """Return the newest checkpoint on a mirror, if it is newer than all that the run has here; else empty."""
+    newest = max(contents.whole, default="")
+    here = newest_checkpoint(run)
+    return newest if here is None or newest > here.name else ""
 
 
 class MirrorLostError(Exception):
@@ -135,14 +143,12 @@ class Uploads:
         self._tell_of_newer(contents)
 
     def _tell_of_newer(self, contents: Contents) -> None:
-        here = max((path.name for path in list_checkpoints(self.run) if is_complete(path)), default="")
-        newest = max(contents.whole, default="")
-        if newest > here:
+        if newer := newer_than_here(contents, self.run):
             logger.warning(
                 "%s has %s, which is newer than what %s goes on from; to go on from there, stop this run and use: "
                 "training-infra train --resume --run-dir %s",
                 self.mirror,
-                newest,
+                newer,
                 self.run.path,
                 self.mirror,
             )
