@@ -92,6 +92,8 @@ class DeviceSpec:
     measured: Mapping[int, MeasuredRates] = field(default_factory=dict, compare=False, repr=False)
     """What its operations were measured to take, by the number of ranks that compute on a machine at once. Empty where
     all is from the data sheet."""
+    watts: int = 0
+    """Most power that it takes, without the rest of its machine; 0 if unknown."""
     source: str = "data sheet"
     """Where its rates are from, in words."""
 
@@ -118,6 +120,7 @@ def _device(
     tflops: tuple[float, float, float],
     memory: tuple[int, float],
     link: float,
+    watts: int,
     shares: tuple[float, float, float],
     *reported: str,
     in_node: int = GPUS_PER_NODE,
@@ -130,6 +133,7 @@ def _device(
         memory_bytes=memory[0] * GB,
         memory_bandwidth=memory[1] * 1000 * GB,
         link_bandwidth=link * GB,
+        watts=watts,
         reported_names=reported,
         fp8_flops=tflops[1] * TFLOP,
         fp32_flops=tflops[2] * TFLOP,
@@ -189,32 +193,32 @@ def processor(label: str, rates: CpuRates, num_ranks: int) -> DeviceSpec:
 
 # fmt: off
 _DEVICES = (
-    #       name          label                bf16,  fp8,  fp32    GB, TB/s     link products, attention, causal row  driver's names
-    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  (0.87, 0.58, 0.58), "A100-SXM4-40GB",
+    #       name          label                bf16,  fp8,  fp32    GB, TB/s    link    W  products, attention, causal row  driver's names
+    _device("a100_40gb",  "A100 SXM 40 GB",   ( 312,    0,  19.5), ( 40, 1.55), 300,  400, (0.87, 0.58, 0.58), "A100-SXM4-40GB",
             workspace_mib=8.125),
-    _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  (0.87, 0.58, 0.58), "A100-SXM4-80GB",
+    _device("a100",       "A100 SXM 80 GB",   ( 312,    0,  19.5), ( 80, 2.0),  300,  400, (0.87, 0.58, 0.58), "A100-SXM4-80GB",
             "A100-SXM-80GB", workspace_mib=8.125),
-    _device("a100_pcie_40gb", "A100 PCIe 40 GB", (312,   0,  19.5), ( 40, 1.55),   0,  (0.82, 0.58, 0.58), "A100-PCIE-40GB",
+    _device("a100_pcie_40gb", "A100 PCIe 40 GB", (312,   0,  19.5), ( 40, 1.55),   0,  250, (0.82, 0.58, 0.58), "A100-PCIE-40GB",
             workspace_mib=8.125),
-    _device("a100_pcie",  "A100 PCIe 80 GB",  ( 312,    0,  19.5), ( 80, 1.94),   0,  (0.82, 0.58, 0.58), "A100 80GB PCIe",
+    _device("a100_pcie",  "A100 PCIe 80 GB",  ( 312,    0,  19.5), ( 80, 1.94),   0,  300, (0.82, 0.58, 0.58), "A100 80GB PCIe",
             "A100-PCIE-80GB", workspace_mib=8.125),
-    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  (0.80, 0.31, 0.50), "H100 80GB HBM3"),
+    _device("h100",       "H100 SXM 80 GB",   ( 989, 1979,  67.0), ( 80, 3.35), 450,  700, (0.80, 0.31, 0.50), "H100 80GB HBM3"),
     # capped at 500 W: matmul rate interpolated by power between the PCIe card (350 W) and the 700 W cards
-    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  (0.63, 0.31, 0.50)),
-    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756, 1513,  51.0), ( 80, 2.0),    0,  (0.66, 0.31, 0.50), "H100 PCIe"),
-    _device("h200",       "H200 141 GB",      ( 989, 1979,  67.0), (141, 4.8),  450,  (0.80, 0.31, 0.50), "H200"),
-    _device("b200",       "B200 180 GB",      (2250, 4500,  75.0), (180, 8.0),  900,  (0.78, 0.31, 0.50), "B200"),
-    _device("gb200",      "GB200 186 GB",     (2500, 5000,  80.0), (186, 8.0),  900,  (0.73, 0.31, 0.50), "GB200", in_node=72),
+    _device("h100_96gb",  "H100 SXM 96 GB",   ( 989, 1979,  67.0), ( 96, 2.4),  450,  500, (0.63, 0.31, 0.50)),
+    _device("h100_pcie",  "H100 PCIe 80 GB",  ( 756, 1513,  51.0), ( 80, 2.0),    0,  350, (0.66, 0.31, 0.50), "H100 PCIe"),
+    _device("h200",       "H200 141 GB",      ( 989, 1979,  67.0), (141, 4.8),  450,  700, (0.80, 0.31, 0.50), "H200"),
+    _device("b200",       "B200 180 GB",      (2250, 4500,  75.0), (180, 8.0),  900, 1000, (0.78, 0.31, 0.50), "B200"),
+    _device("gb200",      "GB200 186 GB",     (2500, 5000,  80.0), (186, 8.0),  900, 1200, (0.73, 0.31, 0.50), "GB200", in_node=72),
     # no published search of their products: the shares are those of the B200 and the GB200
-    _device("b300",       "B300 270 GB",      (2250, 4500,  75.0), (270, 8.0),  900,  (0.78, 0.31, 0.50), "B300 SXM6 AC",
+    _device("b300",       "B300 270 GB",      (2250, 4500,  75.0), (270, 8.0),  900, 1100, (0.78, 0.31, 0.50), "B300 SXM6 AC",
             "B300"),
-    _device("gb300",      "GB300 279 GB",     (2500, 5000,  80.0), (279, 8.0),  900,  (0.73, 0.31, 0.50), "GB300", in_node=72),
-    _device("mi300x",     "MI300X 192 GB",    (1307,    0, 163.4), (192, 5.3),  448,  (0.51, 0.31, 0.31), "MI300X"),
-    _device("mi325x",     "MI325X 256 GB",    (1307,    0, 163.4), (256, 6.0),  448,  (0.60, 0.31, 0.31), "MI325X"),
-    _device("mi355x",     "MI355X 288 GB",    (2500,    0, 157.3), (288, 8.0),  535,  (0.63, 0.31, 0.31), "MI355X"),
-    _device("l40s",       "L40S 48 GB",       ( 362,  733,  91.6), ( 48, 0.86),   0,  (0.70, 0.58, 0.58), "L40S",
+    _device("gb300",      "GB300 279 GB",     (2500, 5000,  80.0), (279, 8.0),  900, 1400, (0.73, 0.31, 0.50), "GB300", in_node=72),
+    _device("mi300x",     "MI300X 192 GB",    (1307,    0, 163.4), (192, 5.3),  448,  750, (0.51, 0.31, 0.31), "MI300X"),
+    _device("mi325x",     "MI325X 256 GB",    (1307,    0, 163.4), (256, 6.0),  448, 1000, (0.60, 0.31, 0.31), "MI325X"),
+    _device("mi355x",     "MI355X 288 GB",    (2500,    0, 157.3), (288, 8.0),  535, 1400, (0.63, 0.31, 0.31), "MI355X"),
+    _device("l40s",       "L40S 48 GB",       ( 362,  733,  91.6), ( 48, 0.86),   0,  350, (0.70, 0.58, 0.58), "L40S",
             workspace_mib=8.125),
-    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  330,  82.6), ( 24, 1.0),    0,  (1.00, 0.58, 0.58), "RTX 4090",
+    _device("rtx4090",    "RTX 4090 24 GB",   ( 165,  330,  82.6), ( 24, 1.0),    0,  450, (1.00, 0.58, 0.58), "RTX 4090",
             workspace_mib=8.125),
 )
 # fmt: on

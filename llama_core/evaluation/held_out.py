@@ -168,10 +168,10 @@ class LossOnData:
     def check(self, weights: Path, config: RunConfig) -> None:
         """Tokenise the data, and refuse what has no rows."""
         if not self._rows:
-            self._rows = self._rows_for(weights, config)
+            self._rows = self.rows_for(weights, config)
             self._most = _most_rows(config, self._num_sequences, len(self._rows), by_default=self._data is None)
 
-    def _rows_for(self, weights: Path, config: RunConfig) -> dict[str, PackedDataset]:
+    def rows_for(self, weights: Path, config: RunConfig) -> dict[str, PackedDataset]:
         """Return the rows to evaluate on, by name."""
         length = self._seq_len or config.first_seq_len
         if self._data is not None:

@@ -13,7 +13,6 @@ from typing import Any
 from uuid import uuid4
 
 from llama_core.config.config_json.writing import config_json, without_unstated_modules
-from llama_core.config.models import ModelSpec
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER, DataConfig
 from llama_core.data.byte_level import write_byte_tokenizer
@@ -28,17 +27,18 @@ from llama_core.data.tokenizer import (
     tokenizer_file,
 )
 from llama_core.data.tokenizers.files import SENTENCEPIECE, TOKENIZER_CONFIG
-from llama_core.errors import CheckpointError, ConfigError, DataError, EnvironmentMismatchError, WeightsError
+from llama_core.errors import CheckpointError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.hub import CHAT_TEMPLATES
 from llama_core.hugging_face.bases import refuse_other_base_of, refuse_unfit_base
 from llama_core.hugging_face.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
-from llama_core.hugging_face.pretrained import Origin, check_pretrained, origin_of, refuse_own_head, saved_run
+from llama_core.hugging_face.pretrained import Origin, check_pretrained, origin_of, refuse_own_head
 from llama_core.imports import importing_torch
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import open_file, own_file, read_file, user_path
-from llama_core.runs.checkpoints import Best, checkpoints_to_average, find_checkpoint
-from llama_core.runs.loading import load_config
+from llama_core.runs.checkpoints import Best
+from llama_core.runs.export_source import ExportSource, find_export_source
+from llama_core.runs.model_card import CARD, model_card
 
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's template, which takes precedence over one in ``tokenizer_config.json``."""
@@ -68,6 +68,7 @@ def export_run(
     average: str | None = None,
     dtype: str = "fp32",
     merged: bool = False,
+    licence: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Write a checkpoint's weights, or the mean of several, and the tokenizer for transformers or PEFT; return ``out``.
@@ -84,6 +85,7 @@ def export_run(
             as in ``1000,1200,1400``. Of adapters, each factor is averaged, and merged after that.
         dtype: one of ``config_json.writing.DTYPES``; training keeps its weights in fp32.
         merged: add the adapters to the weights that the run started from, and write a full model.
+        licence: that of the weights, for their model card; None to leave it open.
         tell: called with a line for each thing written or left out.
 
     Raises:
@@ -93,28 +95,34 @@ def export_run(
             to merge, a weight to average is not finite, or the base of adapters has been replaced.
         CheckpointError: if the weights are damaged or cannot be read, or ``out`` cannot be written.
     """
-    load_config(run)
-    if average is not None and step is not None:
-        raise ConfigError(f"step={step} and average={average} choose other checkpoints; give one of them")
-    if average is None:
-        others = []
-        checkpoint = find_checkpoint(run, step, tell)
-    else:
-        *others, checkpoint = checkpoints_to_average(run, average)
-    config = saved_run(checkpoint)
-    _refuse(config, checkpoint, out, merged=merged)
-    _refuse_other_models(config, others)
+    export = find_export_source(run, step=step, average=average, dtype=dtype, merged=merged, tell=tell)
+    return write_export(export, out, licence=licence, tell=tell)
+
+
+def write_export(
+    export: ExportSource,
+    out: Path,
+    *,
+    licence: str | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """Write what ``find_export_source`` has found; see ``export_run``."""
+    config = export.config
+    checkpoint = export.newest
+    others = export.others
+    dtype = export.dtype
+    _refuse(export, out)
     names = ", ".join(path.name for path in others)
     tell(f"{f'the mean of {names} and ' if others else ''}{checkpoint} in {dtype}")
     try:
         with staging_folder(out.absolute()) as writing:
-            tokenizer = _own_tokenizer(run, config, tell)
+            tokenizer = _own_tokenizer(export.run, config, tell)
             generation = generation_config(checkpoint)
             if tokenizer is not None:
                 _write_tokenizer(tokenizer, config.data, writing, tell)
                 _write_chat_template(checkpoint, config, tokenizer, writing, tell)
                 generation = _with_every_end(generation, checkpoint, config, tokenizer, tell)
-            if _is_for_peft(config.spec) and not merged:
+            if export.is_adapter:
                 if tokenizer is not None:
                     _write_ends_for_adapters(checkpoint, writing, generation, tokenizer, tell)
                 _write_adapters(checkpoint, others, config, writing, dtype=dtype, tell=tell)
@@ -123,6 +131,7 @@ def export_run(
                 _write_model(checkpoint, others, config, writing, dtype=dtype, generation=generation, tell=tell)
             if tokenizer is not None:
                 _tell_other_ids(tokenizer, config.data, writing, tell)
+            (writing / CARD).write_text(model_card(export, licence))
             refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:
@@ -162,29 +171,20 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refuse(config: RunConfig, checkpoint: Path, out: Path, *, merged: bool) -> None:
-    if merged and config.spec.lora is None:
-        raise WeightsError(
-            f"{checkpoint} holds a full model (strategy={config.strategy}) and no adapters to merge; drop --merged"
-        )
-    spec = config.spec
-    if merged or not _is_for_peft(spec):
+def _refuse(export: ExportSource, out: Path) -> None:
+    checkpoint = export.newest
+    spec = export.config.spec
+    if not export.is_adapter:
         config_json(without_unstated_modules(spec))
     if spec.lora is not None:
         origin = origin_of(checkpoint)
-        if merged or not _is_for_peft(spec) or spec.lora.take_principal_part:
+        if not export.is_adapter or spec.lora.take_principal_part:
             check_pretrained(spec, checkpoint)
             refuse_unfit_base(checkpoint)
             refuse_own_head(spec, origin)
         elif origin.base is not None and origin.base.exists():  # adapters alone can be taken from where it is not
             refuse_other_base_of(origin)
     refuse_files_in(out)
-
-
-def _refuse_other_models(config: RunConfig, checkpoints: Sequence[Path]) -> None:
-    for checkpoint in checkpoints:
-        if saved_run(checkpoint).spec != config.spec:
-            raise WeightsError(f"{checkpoint} holds another model than the newest of those to average; leave it out")
 
 
 def refuse_files_in(out: Path) -> None:
@@ -195,11 +195,6 @@ def refuse_files_in(out: Path) -> None:
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise WeightsError(f"{out} exists and is not an empty folder; choose another --out")
-
-
-def _is_for_peft(spec: ModelSpec) -> bool:
-    """Return whether a PEFT folder can hold everything that is trained: adapters only."""
-    return spec.lora is not None and not spec.trained_in_full
 
 
 def _write_model(

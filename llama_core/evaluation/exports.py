@@ -1,0 +1,169 @@
+"""Check an export: whether transformers computes from its files what the run has learnt."""
+
+import gc
+import importlib.metadata
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llama_core.data.datasets import rows_spread_evenly
+from llama_core.errors import ConfigError, DataError, WeightsError
+from llama_core.evaluation.generate import choose_device, find_model
+from llama_core.evaluation.held_out import LossOnData
+from llama_core.imports import importing_torch
+from llama_core.runs.export_source import ExportSource
+
+_MOST_ROWS = 4
+_MOST_TOKENS = 4096
+"""Most tokens of a row: in fp32 on a CPU, a row of 4,096 takes an 8B model a minute."""
+_PLACES = 64
+"""Places of a row whose predictions are compared, spread evenly, with the last one."""
+_SAME = 1e-3
+"""Largest difference of two logits, in standard deviations of a place's logits, that rounding in fp32 explains.
+
+Between transformers and this engine it is 1e-6 to 1e-4; a wrong frequency or scale makes it 0.01 to 1."""
+_MOST_ROUNDING = 0.02
+"""Largest mean divergence, in nats, that rounding weights to 16 bits explains."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the predictions of two models are apart, over some places of some rows."""
+
+    difference: float
+    """Largest difference of a logit, in standard deviations of the logits of its place."""
+    divergence: float
+    """Mean Kullback-Leibler divergence of the second from the first, in nats."""
+    same_tokens: float
+    """Share of the places at which both find the same token likeliest."""
+
+
+@dataclass(frozen=True)
+class ExportCheck:
+    """What was found out about an export."""
+
+    num_rows: int
+    num_places: int
+    """Over all rows."""
+    rows: str
+    """What the rows are, in words."""
+    package: str
+    """Who opened the export: transformers or peft, with its version."""
+    reading: Agreement
+    """Between this engine and the package, both from the files of the export, in fp32."""
+    rounding: Agreement | None
+    """Between the run's own weights and the export's, both in this engine; None for the mean of several checkpoints."""
+
+    def summary(self) -> Iterator[str]:
+        """Yield a line for each comparison."""
+        yield (
+            f"{self.package} computes the same from these files as this engine: logits differ by at most "
+            f"{self.reading.difference:.1e} of their standard deviation, in {self.num_places} places of "
+            f"{self.num_rows} rows ({self.rows})"
+        )
+        if self.rounding is not None:
+            yield (
+                f"against the run's own weights in fp32: divergence {self.rounding.divergence:.1e} nats, the same token "
+                f"likeliest in {self.rounding.same_tokens:.1%} of the places"
+            )
+
+
+def check_export(
+    export: ExportSource, folder: Path, *, device: str | None = None, tell: Callable[[str], None] = lambda text: None
+) -> ExportCheck:
+    """Open an export with transformers, or with PEFT, and compare what it predicts with the run's own predictions.
+
+    All is computed in fp32, one model after another. Rows are those that the run has held out, or else random tokens.
+
+    Args:
+        export: what was exported.
+        folder: where it is.
+        device: cpu or cuda; by default cuda if present.
+        tell: called with a line about what is done, if it is not the usual.
+
+    Raises:
+        DoesNotFitError, EnvironmentMismatchError: if there is no such device, or it is too small.
+        WeightsError: if the package cannot open the export or computes something else, or if the export's predictions
+            are not those of the run.
+    """
+    with importing_torch():
+        from llama_core.evaluation.inference.next_tokens import TheirModel, logits_of
+        from llama_core.training.stored_weights import whole_model
+
+    device = choose_device(device, export.config, "fp32")
+    rows, which = _rows(export, tell)
+    places = [_places(len(row)) for row in rows]
+
+    def own(source: Path) -> list[Any]:
+        weights, config = find_model(source, None, tell)
+        model = whole_model(config.spec, weights, device=device)
+        return [logits_of(model, row, at) for row, at in zip(rows, places, strict=True)]
+
+    def theirs() -> list[Any]:
+        model = TheirModel(folder, device)
+        return [model.logits_of(row, at) for row, at in zip(rows, places, strict=True)]
+
+    found = theirs()
+    gc.collect()  # before another model takes as much memory
+    expected = own(folder)
+    reading = _agreement(expected, found)
+    if not reading.difference <= _SAME:
+        raise WeightsError(
+            f"{folder} is wrong: transformers computes other logits from it than this engine, by {reading.difference:.1e} "
+            "of their standard deviation; do not use it, and report it with its config.json"
+        )
+    gc.collect()
+    rounding = None if export.others else _agreement(own(export.newest), expected)
+    if rounding is not None and not rounding.divergence <= _MOST_ROUNDING:
+        raise WeightsError(
+            f"{folder} in {export.dtype} predicts otherwise than {export.newest}: {rounding.divergence:.2g} nats apart; "
+            "export in another dtype (--dtype)"
+        )
+    return ExportCheck(len(rows), sum(map(len, places)), which, _package(export), reading, rounding)
+
+
+def _rows(export: ExportSource, tell: Callable[[str], None]) -> tuple[list[list[int]], str]:
+    """Return rows to compare predictions on, and what they are."""
+    question = LossOnData(None, seq_len=None, num_sequences=None, tokenizer=None)
+    most = min(_MOST_TOKENS, export.config.spec.max_context)
+    try:
+        held_out = question.rows_for(export.newest, export.config)
+    except (ConfigError, DataError) as error:
+        tell(f"rows of random tokens: {error}")
+        draw = random.Random(0)
+        length = min(most, export.config.first_seq_len)
+        vocab_size = export.config.spec.vocab_size
+        return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(_MOST_ROWS)], "random tokens"
+    of_each = -(-_MOST_ROWS // len(held_out))
+    rows = [
+        packed.row(place)[0][:most].tolist()
+        for packed in held_out.values()
+        for place in rows_spread_evenly(packed, of_each)
+    ]
+    return rows[:_MOST_ROWS], "held out"
+
+
+def _places(num_tokens: int) -> list[int]:
+    """Return the places of a row to compare, the last one among them."""
+    number = min(_PLACES, num_tokens)
+    return [num_tokens * (index + 1) // number - 1 for index in range(number)]
+
+
+def _agreement(expected: Sequence[Any], found: Sequence[Any]) -> Agreement:
+    """Compare the logits of rows, [P, V] each."""
+    import torch
+
+    one = torch.cat(list(expected)).double()
+    other = torch.cat(list(found)).double()
+    in_deviations = (one - other).abs().amax(1) / one.std(1)
+    log_one, log_other = one.log_softmax(1), other.log_softmax(1)
+    divergence = (log_one.exp() * (log_one - log_other)).sum(1).mean()
+    same = (one.argmax(1) == other.argmax(1)).double().mean()
+    return Agreement(float(in_deviations.max()), float(divergence), float(same))
+
+
+def _package(export: ExportSource) -> str:
+    name = "peft" if export.is_adapter else "transformers"
+    return f"{name} {importlib.metadata.version(name)}"
