@@ -1,5 +1,6 @@
-"""A small Hub on this machine: serves repositories of files as ``huggingface_hub`` asks for them, and logs who asks."""
+"""A small Hub on this machine: serves and takes repositories of files, for ``huggingface_hub``, and logs who asks."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -19,6 +20,7 @@ class Repository:
     commits: dict[str, dict[str, bytes]]
     branches: dict[str, str] = field(default_factory=lambda: {"main": COMMIT})
     is_gated: bool = False
+    is_private: bool = False
     claimed_sizes: dict[str, int] = field(default_factory=dict)
     """Bytes of files that are said to be larger than they are."""
 
@@ -39,6 +41,10 @@ class ToyHub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[Request] = []
         self.endpoint = ""
+        self.contents: dict[str, bytes] = {}
+        """What was uploaded so far, by its SHA-256, whether or not it is in a commit."""
+        self.most_uploads: int | None = None
+        """How many it still takes before it refuses one; None for any number."""
 
     def add(self, name: str, files: dict[str, bytes], **options) -> Repository:
         """Add a repository with one commit."""
@@ -82,12 +88,78 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer(with_body=True)
 
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._send(*self._taken(unquote(urlsplit(self.path).path), content))
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.hub.most_uploads == 0:
+            self._send(*_refusal(400, "Interrupted"))
+            return
+        if self.hub.most_uploads is not None:
+            self.hub.most_uploads -= 1
+        self.hub.contents[hashlib.sha256(content).hexdigest()] = content
+        self._send(*_json({}))
+
+    def _taken(self, path: str, content: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Take what somebody writes, and return the answer."""
+        if not (self.headers.get("Authorization") or "").endswith(" may-write"):
+            return _refusal(401 if self.headers.get("Authorization") is None else 403, "Forbidden")
+        if path.endswith("/commit/main"):
+            return self._commit(path, [json.loads(line) for line in content.splitlines()])
+        asked = json.loads(content)
+        if path == "/api/repos/create":
+            return self._created(f"{asked['organization']}/{asked['name']}", asked["visibility"])
+        if path == "/api/validate-yaml":
+            wrong = ['"license" must be one of those known'] if "license: none-such" in asked["content"] else []
+            return _json({"errors": [{"message": message} for message in wrong]}, 400 if wrong else 200)
+        if "/preupload/" in path:
+            names = [file["path"] for file in asked["files"]]
+            modes = ["lfs" if name.endswith(".safetensors") else "regular" for name in names]
+            answers = zip(names, modes, strict=True)
+            return _json(
+                {"files": [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in answers]}
+            )
+        for one in asked["objects"]:
+            if one["oid"] not in self.hub.contents:
+                one["actions"] = {"upload": {"href": f"{self.hub.endpoint}/put/{one['oid']}"}}
+        return _json({"objects": asked["objects"]})
+
+    def _created(self, name: str, visibility: str) -> tuple[int, dict[str, str], bytes]:
+        is_new = f"models/{name}" not in self.hub.repositories
+        if is_new:
+            self.hub.add(f"models/{name}", {}, is_private=visibility == "private")
+        return _json({"url": f"{self.hub.endpoint}/{name}"}, 200 if is_new else 409)
+
+    def _commit(self, path: str, lines: list[dict]) -> tuple[int, dict[str, str], bytes]:
+        name = path.removeprefix("/api/").removesuffix("/commit/main")
+        repository = self.hub.repositories[name]
+        files = dict(repository.commits[repository.branches["main"]])
+        for line in lines:
+            value = line["value"]
+            match line["key"]:
+                case "file":
+                    files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    files[value["path"]] = self.hub.contents[value["oid"]]
+                case "deletedFile":
+                    del files[value["path"]]
+        commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
+        repository.commits[commit] = files
+        repository.branches["main"] = commit
+        url = f"{self.hub.endpoint}/{name.removeprefix('models/')}/commit/{commit}"
+        return _json({"success": True, "commitOid": commit, "commitUrl": url})
+
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         if path.startswith("/api/"):
-            status, headers, body = self._about(path.removeprefix("/api/"))
+            answer = self._about(path.removeprefix("/api/"))
         else:
-            status, headers, body = self._file(path.removeprefix("/"))
+            answer = self._file(path.removeprefix("/"))
+        self._send(*answer, with_body=with_body)
+
+    def _send(self, status: int, headers: dict[str, str], body: bytes, *, with_body: bool = True) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -96,6 +168,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _about(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        if path.count("/") == 2:
+            path += "/revision/main"
         if path.count("/") < 4:
             return _refusal(404, "NotFound")
         kind, owner, name, what, *rest = path.split("/")
@@ -109,7 +183,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits[commit]
         if what == "revision":
             siblings = [{"rfilename": name} for name in files]
-            return _json({"id": f"{owner}/{name}", "sha": commit, "siblings": siblings, "gated": repository.is_gated})
+            about = {"id": f"{owner}/{name}", "sha": commit, "siblings": siblings}
+            return _json(about | {"gated": repository.is_gated, "private": repository.is_private})
         return _json(
             [
                 {
@@ -149,8 +224,8 @@ def _oid(content: bytes) -> str:
     return hashlib.sha1(content).hexdigest()
 
 
-def _json(value: object) -> tuple[int, dict[str, str], bytes]:
-    return 200, {"Content-Type": "application/json"}, json.dumps(value).encode()
+def _json(value: object, status: int = 200) -> tuple[int, dict[str, str], bytes]:
+    return status, {"Content-Type": "application/json"}, json.dumps(value).encode()
 
 
 def _refusal(status: int, code: str) -> tuple[int, dict[str, str], bytes]:

@@ -31,7 +31,7 @@ _SHOWN_AS_THEMSELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x1
 
 Source: ``bytes_to_unicode`` in src/encoder.py of github.com/openai/gpt-2.
 """
-_PROBES = ("The fox; 12,345 of 6.7\n\n\tx = y", "  two  spaces ", "é漢☕ ﬁ e\u0301", "<s>a</s> b")
+PROBES = ("The fox; 12,345 of 6.7\n\n\tx = y", "  two  spaces ", "é漢☕ ﬁ e\u0301", "<s>a</s> b")
 """Texts that tokenizers cut otherwise if they have other rules."""
 _REPLACEMENT = "\ufffd"
 """Ends the text of tokens whose last character is incomplete."""
@@ -460,7 +460,7 @@ def difference(tokenizer: Tokenizer, other: Tokenizer) -> str:
     num_more = len(tokenizer.vocabulary) - len(other.vocabulary)
     if num_more:
         return f"it has {num_more:,} more"
-    is_same = all(tokenizer.encode_input(text) == other.encode_input(text) for text in _PROBES)
+    is_same = all(tokenizer.encode_input(text) == other.encode_input(text) for text in PROBES)
     return "" if is_same else "the tokens are the same, but a text is cut otherwise"
 
 

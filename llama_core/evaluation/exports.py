@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.data.datasets import rows_spread_evenly
+from llama_core.data.tokenizer import PROBES, model_tokenizer
 from llama_core.errors import ConfigError, DataError, WeightsError
 from llama_core.evaluation.generate import choose_device, find_model
 from llama_core.evaluation.held_out import LossOnData
 from llama_core.imports import importing_torch
+from llama_core.runs.export import has_tokenizer
 from llama_core.runs.export_source import ExportSource
 
 _MOST_ROWS = 4
@@ -55,6 +57,8 @@ class ExportCheck:
     """Between this engine and the package, both from the files of the export, in fp32."""
     rounding: Agreement | None
     """Between the run's own weights and the export's, both in this engine; None for the mean of several checkpoints."""
+    num_texts: int
+    """Texts that transformers cuts into the tokens that the run learnt; 0 if the export has no tokenizer."""
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each comparison."""
@@ -65,9 +69,11 @@ class ExportCheck:
         )
         if self.rounding is not None:
             yield (
-                f"against the run's own weights in fp32: divergence {self.rounding.divergence:.1e} nats, the same token "
-                f"likeliest in {self.rounding.same_tokens:.1%} of the places"
+                f"against the run's own weights in fp32: divergence {self.rounding.divergence:.1e} nats, the same "
+                f"token likeliest in {self.rounding.same_tokens:.1%} of the places"
             )
+        if self.num_texts:
+            yield f"AutoTokenizer cuts {self.num_texts} texts into the tokens that the run learnt"
 
 
 def check_export(
@@ -93,6 +99,7 @@ def check_export(
         from llama_core.training.stored_weights import whole_model
 
     device = choose_device(device, export.config, "fp32")
+    num_texts = _check_tokenizer(export, folder, tell)
     rows, which = _rows(export, tell)
     places = [_places(len(row)) for row in rows]
 
@@ -111,17 +118,23 @@ def check_export(
     reading = _agreement(expected, found)
     if not reading.difference <= _SAME:
         raise WeightsError(
-            f"{folder} is wrong: transformers computes other logits from it than this engine, by {reading.difference:.1e} "
-            "of their standard deviation; do not use it, and report it with its config.json"
+            f"{folder} is wrong: transformers computes other logits from it than this engine, by "
+            f"{reading.difference:.1e} of their standard deviation; do not use it, and report it with its config.json"
         )
     gc.collect()
     rounding = None if export.others else _agreement(own(export.newest), expected)
-    if rounding is not None and not rounding.divergence <= _MOST_ROUNDING:
+    if rounding is not None and not _is_explained(rounding, export.dtype):
         raise WeightsError(
-            f"{folder} in {export.dtype} predicts otherwise than {export.newest}: {rounding.divergence:.2g} nats apart; "
-            "export in another dtype (--dtype)"
+            f"{folder} in {export.dtype} predicts otherwise than {export.newest}: logits differ by "
+            f"{rounding.difference:.1e} of their standard deviation, {rounding.divergence:.2g} nats; "
+            + ("do not use it, and report it" if export.dtype == "fp32" else "export in another dtype (--dtype)")
         )
-    return ExportCheck(len(rows), sum(map(len, places)), which, _package(export), reading, rounding)
+    return ExportCheck(len(rows), sum(map(len, places)), which, _package(export), reading, rounding, num_texts)
+
+
+def _is_explained(rounding: Agreement, dtype: str) -> bool:
+    """Return whether an export predicts what the run does, but for the rounding of its weights."""
+    return rounding.difference <= _SAME if dtype == "fp32" else rounding.divergence <= _MOST_ROUNDING
 
 
 def _rows(export: ExportSource, tell: Callable[[str], None]) -> tuple[list[list[int]], str]:
@@ -131,7 +144,7 @@ def _rows(export: ExportSource, tell: Callable[[str], None]) -> tuple[list[list[
     try:
         held_out = question.rows_for(export.newest, export.config)
     except (ConfigError, DataError) as error:
-        tell(f"rows of random tokens: {error}")
+        tell(f"rows of random tokens: {str(error).partition(';')[0]}")
         draw = random.Random(0)
         length = min(most, export.config.first_seq_len)
         vocab_size = export.config.spec.vocab_size
@@ -143,6 +156,33 @@ def _rows(export: ExportSource, tell: Callable[[str], None]) -> tuple[list[list[
         for place in rows_spread_evenly(packed, of_each)
     ]
     return rows[:_MOST_ROWS], "held out"
+
+
+def _check_tokenizer(export: ExportSource, folder: Path, tell: Callable[[str], None]) -> int:
+    """Compare the tokens that transformers makes of texts with the run's own; return how many texts."""
+    from llama_core.evaluation.inference.next_tokens import their_tokenizer
+
+    if not has_tokenizer(folder):
+        return 0
+    own = model_tokenizer(export.config.data, export.config.spec)
+    theirs = their_tokenizer(folder)
+    for text in PROBES:
+        learnt = own.encode_input(text, adds_special=False)
+        found = theirs(text, add_special_tokens=False)["input_ids"]
+        if list(found) != learnt:
+            raise WeightsError(
+                f"{folder} is wrong: AutoTokenizer cuts {text!r} into {list(found)}, and the run learnt {learnt}; "
+                "correct its tokenizer_config.json"
+            )
+    text = PROBES[0]
+    learnt, found = own.encode_input(text), list(theirs(text)["input_ids"])
+    if found != learnt:
+        tell(f"AutoTokenizer frames a text otherwise: {_ends(found)}, and the run learnt {_ends(learnt)}")
+    return len(PROBES)
+
+
+def _ends(ids: Sequence[int]) -> str:
+    return f"it begins with token {ids[0]} and ends with {ids[-1]}"
 
 
 def _places(num_tokens: int) -> list[int]:

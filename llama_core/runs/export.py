@@ -28,7 +28,7 @@ from llama_core.data.tokenizer import (
 )
 from llama_core.data.tokenizers.files import SENTENCEPIECE, TOKENIZER_CONFIG
 from llama_core.errors import CheckpointError, DataError, EnvironmentMismatchError, WeightsError
-from llama_core.hub import CHAT_TEMPLATES
+from llama_core.hub import CHAT_TEMPLATES, repository_in_cache
 from llama_core.hugging_face.bases import refuse_other_base_of, refuse_unfit_base
 from llama_core.hugging_face.generation_config import GENERATION_CONFIG, end_tokens, generation_config, with_ends
 from llama_core.hugging_face.peft import ADAPTER_CONFIG, ADAPTERS, adapter_json
@@ -239,6 +239,8 @@ def _write_adapters(
     )
     write_adapters(checkpoint, config.spec, folder, dtype=dtype, others=others)
     tell(f"wrote {ADAPTERS}")
+    if origin.base is not None and repository_in_cache(origin.base) is None:
+        tell(f"base_model_name_or_path in {ADAPTER_CONFIG} is that folder; for others, write the repository of the base")
 
 
 def _base(origin: Origin, config: RunConfig) -> str:
@@ -343,7 +345,7 @@ def _with_every_end(
 
 def _tell_other_ids(tokenizer: Tokenizer, data: DataConfig, folder: Path, tell: Callable[[str], None]) -> None:
     """Tell of a tokenizer that gives other ids in its new folder: beside another ``config.json``, or without a file."""
-    if data.tokenizer == BYTES or not _has_tokenizer(folder):
+    if data.tokenizer == BYTES or not has_tokenizer(folder):
         return
     try:
         here = load_tokenizer(str(folder))
@@ -356,7 +358,8 @@ def _tell_other_ids(tokenizer: Tokenizer, data: DataConfig, folder: Path, tell: 
         tell(f"the tokenizer is another here than in {data.tokenizer}: {found}; check tokenizer_config.json")
 
 
-def _has_tokenizer(folder: Path) -> bool:
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether an export has a tokenizer."""
     return any((folder / name).exists() for name in ("tokenizer.json", SENTENCEPIECE))
 
 
@@ -381,7 +384,7 @@ def _write_chat_template(
 
     Templates for other purposes go with the one that they came with: they would not be what the run has learnt.
     """
-    if not _has_tokenizer(folder):
+    if not has_tokenizer(folder):
         return
     if not trains_on_conversations(checkpoint):
         return

@@ -106,10 +106,8 @@ def _about_model(export: ExportSource, sources: Sequence[HubSource]) -> Iterator
 
 def _about_data(export: ExportSource, sources: Sequence[HubSource]) -> Iterator[str]:
     data = export.config.data
-    record = _record(lambda: read_json(export.run.data))
-    mixed = None
-    if record is not None:
-        mixed = _record(lambda: checked_record(record["sources"], tuple[SourceStatistics, ...], export.run.data))
+    record = _record(lambda: read_json(export.run.data)) or {}
+    mixed = _record(lambda: checked_record(record["sources"], tuple[SourceStatistics, ...], export.run.data))
     if mixed:
         rows = [(_told_source(sources, one.name), f"{100 * one.share:.3g} %", _epochs(one)) for one in mixed]
         yield _table(("Source", "Share", "Epochs"), rows)
@@ -119,7 +117,7 @@ def _about_data(export: ExportSource, sources: Sequence[HubSource]) -> Iterator[
     else:
         named = _data_sets(sources)
         yield f"Documents of {', '.join(named)}." if named else "One source, which no record of the run names."
-    if record is not None and (summary := record.get("summary")):
+    if summary := record.get("summary"):
         yield f"{summary}."
 
 
@@ -226,8 +224,8 @@ def _about_compute(export: ExportSource) -> Iterator[str]:
     }
     if device is not None and device.watts:
         rows["Energy, estimated"] = (
-            f"{hours * device.watts / _WATTS_PER_KILOWATT:,.3g} kWh at most: {device.watts:,} W of its data sheet for each "
-            "device, without hosts, network and cooling"
+            f"{hours * device.watts / _WATTS_PER_KILOWATT:,.3g} kWh at most: {device.watts:,} W of its data sheet for "
+            "each device, without hosts, network and cooling"
         )
     yield _table(("", ""), rows.items())
     packages = (_record(lambda: read_json(export.run.environment)) or {}).get("facts")
@@ -271,4 +269,9 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
+    match value:
+        case bool():
+            value = "yes" if value else "no"
+        case list():
+            value = ", ".join(map(str, value))
     return str(value).replace("|", "\\|").replace("\n", " ")

@@ -149,12 +149,14 @@ def test_peft_computes_the_same_with_adapters_trained_under_tp2_dp2(four_ranks, 
     told = []
     out = export_run(run, tmp_path / "out", tell=told.append)
     assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert told[1:] == [f"adapters over {base}", "wrote adapter_model.safetensors"]
+    assert told[1:3] == [f"adapters over {base}", "wrote adapter_model.safetensors"]
+    assert told[3].endswith("is that folder; for others, write the repository of the base")
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     before = logits(model).logits

@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from llama_core.errors import ConfigError
 from llama_core.records.directory import RunDirectory
@@ -25,6 +27,9 @@ from training_infra.commands.command import (
 )
 from training_infra.conversation import converse
 from training_infra.lines import print_line, print_pieces
+
+if TYPE_CHECKING:
+    from llama_core.runs.export_source import ExportSource
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -104,32 +109,66 @@ GENERATE = Command(
 
 
 def _export_hf(options: argparse.Namespace) -> None:
+    from llama_core.hugging_face.push import open_repository, push_folder, repository_to_push
     from llama_core.runs.console import say
-
-    if not is_url(options.out):
-        say("export", str(_exported(options, options.out)))
-        return
+    from llama_core.runs.export import write_export
+    from llama_core.runs.export_source import find_export_source
     from llama_core.storage.folders import copy_folder, refuse_files_at
 
-    store = refuse_files_at(options.out)
-    with TemporaryDirectory(prefix="export-", dir=own_folder(cache_directory(None))) as folder:
-        copy_folder(_exported(options, Path(folder) / store.name), options.out)
-    say("export", str(store))
-
-
-def _exported(options: argparse.Namespace, out: Path) -> Path:
-    from llama_core.runs.console import say
-    from llama_core.runs.export import export_run
-
-    return export_run(
+    _refuse_unfit(options)
+    repository = repository_to_push(options.push) if options.push is not None else None
+    store = refuse_files_at(options.out) if is_url(options.out) else None
+    tell = partial(say, "export")
+    export = find_export_source(
         RunDirectory(options.run_dir),
-        out,
         step=options.step,
         average=options.average,
         dtype=options.dtype,
         merged=options.merged,
-        tell=partial(say, "export"),
+        tell=tell,
     )
+    if repository is not None:  # a token that may not write there is found out before the weights are written
+        open_repository(repository, public=options.public, tell=tell)
+    with ExitStack() as stack:
+        folder = options.out
+        if not isinstance(folder, Path):
+            temporary = stack.enter_context(TemporaryDirectory(prefix="export-", dir=own_folder(cache_directory(None))))
+            folder = Path(temporary) / export.run.name
+        write_export(export, folder, licence=options.license, tell=tell)
+        if options.check:
+            _check(export, folder)
+        if store is not None:
+            copy_folder(folder, options.out)
+        if repository is not None:
+            message = f"{export.run.name}, step {export.step}, in {export.dtype}"
+            say("push", push_folder(folder, repository, message=message, tell=partial(say, "push")))
+        if options.out is not None:
+            say("export", str(store or folder))
+
+
+def _refuse_unfit(options: argparse.Namespace) -> None:
+    """Refuse options of ``export-hf`` that need one another."""
+    if options.out is None and options.push is None:
+        raise ConfigError("nowhere to write to; name a folder with --out, a repository with --push, or both")
+    if options.push is None and options.public:
+        raise ConfigError("--public is about a repository; name it with --push, or drop --public")
+    if options.push is not None and options.license is None:
+        raise ConfigError(
+            "--push needs the licence of the weights for their card, since no record says it: --license apache-2.0, "
+            "llama3.2, other or another name of https://huggingface.co/docs/hub/repositories-licenses"
+        )
+
+
+def _check(export: "ExportSource", folder: Path) -> None:
+    """Compare what others compute from an export with what the run computes, and say how servers take it."""
+    from llama_core.chain.downloads import fetch_weights
+    from llama_core.evaluation.exports import check_export
+    from llama_core.runs.console import say
+
+    tell = partial(say, "check")
+    fetch_weights(str(folder), None, tell)  # adapters may be over weights of the Hub
+    for line in check_export(export, folder, tell=tell).summary():
+        tell(line)
 
 
 def _bring_here(options: argparse.Namespace) -> Path:
@@ -147,6 +186,7 @@ EXPORT_HF = Command(
         "runs/mine --out ~/my-llama --dtype bf16",
         "runs/mine --out ~/mean --average last:5",
         "runs/mine --out ~/merged --merged",
+        "runs/mine --push me/my-llama --license apache-2.0 --dtype bf16 --check",
     ),
     arguments=(
         RUN_DIR,
@@ -154,8 +194,18 @@ EXPORT_HF = Command(
             "--out",
             type=path_or_url,
             metavar="~/my-llama",
-            required=True,
             help="the folder or its address; new or empty",
+        ),
+        Argument(
+            "--push", metavar="ORG/NAME", help="the repository of the Hugging Face Hub; created if it is not there"
+        ),
+        Argument("--public", action="store_true", help="with --push: a new repository is public; default: private"),
+        Argument("--license", metavar="apache-2.0", help="the licence of the weights, for the model card"),
+        Argument(
+            "--check",
+            action="store_true",
+            help="open the export with transformers or PEFT, compare its logits and tokens with the run's, and say "
+            "what vLLM, SGLang and llama.cpp make of it; what differs is not pushed",
         ),
         STEP,
         Argument(

@@ -2,7 +2,9 @@
 
 # Shape suffixes: S sequence, P places, V vocabulary
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ from torch import Tensor
 
 from llama_core.errors import EnvironmentMismatchError, WeightsError
 from llama_core.evaluation.inference.scoring import objective_of
-from llama_core.hugging_face.peft import ADAPTER_CONFIG
+from llama_core.hugging_face.peft import base_of, is_adapter_folder
+from llama_core.hugging_face.pretrained import is_checkpoint
 from llama_core.imports import how_to_install
 from llama_core.models.batch import Batch
 from llama_core.models.head import HeadInputs, logits
 from llama_core.models.llama import Llama
+
+_FROM_HERE = {"local_files_only": True, "trust_remote_code": False}
+"""Nothing is downloaded, and no code of the folder is run."""
 
 
 class _AtPlaces:
@@ -40,7 +46,8 @@ def logits_of(model: Llama, row: Sequence[int], places: Sequence[int]) -> Tensor
     model.eval()
     tokens_BS = torch.tensor([row], device=device)
     with objective_of(model, _AtPlaces(torch.tensor(places, device=device))):
-        return model(tokens_BS, Batch(tokens_BS, tokens_BS)).float().cpu()
+        logits_PV: Tensor = model(tokens_BS, Batch(tokens_BS, tokens_BS, None))
+        return logits_PV.float().cpu()
 
 
 class TheirModel:
@@ -57,45 +64,68 @@ class TheirModel:
 
     def __init__(self, folder: Path, device: str) -> None:
         self._device = device
-        is_adapter = (folder / ADAPTER_CONFIG).exists()
-        try:
-            import transformers
-
-            if is_adapter:
-                import peft
-        except ImportError as error:
-            package = "peft" if is_adapter else "transformers"
-            raise EnvironmentMismatchError(
-                f"--check opens {folder} with {package}: {error}; {how_to_install(package)}"
-            ) from None
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        try:
-            if is_adapter:
-                base = peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
-                below, _ = self._opened(transformers, base)
-                self._model: Any = peft.PeftModel.from_pretrained(below, str(folder))
-                wrong: dict[str, Any] = {}
-            else:
-                self._model, wrong = self._opened(transformers, str(folder))
-        except Exception as error:  # whatever a library of others has to say
-            raise WeightsError(f"{'peft' if is_adapter else 'transformers'} cannot open {folder}: {error}") from None
-        for kind, names in wrong.items():
-            if names:
-                raise WeightsError(
-                    f"transformers finds {kind.replace('_', ' ')} in {folder}: {sorted(map(str, names))[0]}"
-                )
+        is_adapter = is_adapter_folder(folder)
+        whole = base_of(folder) if is_adapter else folder
+        if is_adapter and is_checkpoint(whole):
+            raise WeightsError(
+                f"PEFT cannot open {folder}: its base {whole} is a checkpoint; export that run too and name its folder "
+                "in adapter_config.json, or export this one with --merged"
+            )
+        transformers = _quiet_transformers(folder)
+        with _opening(folder, "transformers"):
+            self._model, found = transformers.AutoModelForCausalLM.from_pretrained(
+                str(whole), dtype=torch.float32, output_loading_info=True, **_FROM_HERE
+            )
+        for kind, names in found.items():
+            if names and not is_adapter:
+                first = min(map(str, names))
+                raise WeightsError(f"transformers finds {kind.replace('_', ' ')} in {folder}: {first} and others")
+        if is_adapter:
+            peft = _imported("peft", folder)
+            with _opening(folder, "peft"):
+                self._model = peft.PeftModel.from_pretrained(self._model, str(folder))
         self._model.to(device).eval()
-
-    @staticmethod
-    def _opened(transformers: Any, folder: str) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
 
     @torch.no_grad()
     def logits_of(self, row: Sequence[int], places: Sequence[int]) -> Tensor:
         """Return the same as ``logits_of``."""
         tokens_BS = torch.tensor([row], device=self._device)
         found = self._model(tokens_BS, logits_to_keep=torch.tensor(places, device=self._device), use_cache=False)
-        return found.logits[0].float().cpu()
+        logits_PV: Tensor = found.logits[0]
+        return logits_PV.float().cpu()
+
+
+def their_tokenizer(folder: Path) -> Any:
+    """Return a folder's tokenizer as transformers opens it.
+
+    Raises:
+        EnvironmentMismatchError, WeightsError: as ``TheirModel``.
+    """
+    transformers = _quiet_transformers(folder)
+    with _opening(folder, "transformers"):
+        return transformers.AutoTokenizer.from_pretrained(str(folder), **_FROM_HERE)
+
+
+def _quiet_transformers(folder: Path) -> Any:
+    transformers = _imported("transformers", folder)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def _imported(package: str, folder: Path) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise EnvironmentMismatchError(
+            f"--check opens {folder} with {package}: {error}; {how_to_install(package)}"
+        ) from None
+
+
+@contextmanager
+def _opening(folder: Path, package: str) -> Iterator[None]:
+    """Turn whatever a package of others has to say about a folder into one line."""
+    try:
+        yield
+    except Exception as error:
+        raise WeightsError(f"{package} cannot open {folder}: {' '.join(str(error).split())}") from None
