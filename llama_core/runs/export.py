@@ -240,7 +240,9 @@ def _write_adapters(
     write_adapters(checkpoint, config.spec, folder, dtype=dtype, others=others)
     tell(f"wrote {ADAPTERS}")
     if origin.base is not None and repository_in_cache(origin.base) is None:
-        tell(f"base_model_name_or_path in {ADAPTER_CONFIG} is that folder; for others, write the repository of the base")
+        tell(
+            f"base_model_name_or_path in {ADAPTER_CONFIG} is that folder; for others, write the repository of the base"
+        )
 
 
 def _base(origin: Origin, config: RunConfig) -> str:

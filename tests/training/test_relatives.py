@@ -22,9 +22,11 @@ from transformers import (
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError
+from llama_core.evaluation.exports import check_export
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory
-from llama_core.runs.export import export_run
+from llama_core.runs.export import export_run, write_export
+from llama_core.runs.export_source import find_export_source
 from llama_core.training.stored_weights import Pretrained
 
 SIZES = {
@@ -151,6 +153,20 @@ def test_logits_are_those_of_transformers_after_an_import_and_after_an_export(ki
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     out = export_run(trained(config, tmp_path / "run", tmp_path / "theirs"), tmp_path / "out")
     torch.testing.assert_close(logits_of_transformers(out, kind), expected, rtol=0, atol=1e-4)
+
+
+@every_relative
+@pytest.mark.wide
+def test_the_check_passes_an_export_of_every_relative(kind, tmp_path):
+    saved(kind, tmp_path / "theirs")
+    settings = {"training": {"seq_len": 64}, "data": {"source": "dataloader"}}
+    config = RunConfig.from_mapping(settings | {"model": str(tmp_path / "theirs")})
+    run = trained(config, tmp_path / "run", tmp_path / "theirs")
+    export = find_export_source(run, step=None, average=None, dtype="fp32", merged=False, tell=print)
+    check = check_export(export, write_export(export, tmp_path / "out"), device="cpu")
+    assert check.num_places == 4 * 64
+    assert check.reading.difference < 1e-4
+    assert check.rounding.difference < 1e-4
 
 
 @every_relative

@@ -303,6 +303,7 @@ def test_many_small_files_hold_the_same_weights_as_one(run, tmp_path):
 def test_the_exported_folder_has_the_files_transformers_needs(run, tmp_path):
     out = export_run(run, tmp_path / "out")
     assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

@@ -459,7 +459,10 @@ def test_a_model_that_does_not_fit_is_not_trained_and_nothing_is_written(shell):
             ["generate", "nowhere", "--prompt", "a", "--max-new-tokens", "1.5"],
             ["error: argument --max-new-tokens: '1.5' is not a whole number, such as 4096, 128k or 1e6"],
         ),
-        (["export-hf", "nowhere"], ["error: the following arguments are required: --out"]),
+        (
+            ["export-hf", "nowhere"],
+            ["error: nowhere to write to; name a folder with --out, a repository with --push, or both"],
+        ),
     ],
     ids=lambda value: " ".join(value) if value[0][:5] != "error" else "",
 )
