@@ -17,8 +17,8 @@ from llama_core.imports import importing_torch
 from llama_core.runs.export import has_tokenizer
 from llama_core.runs.export_source import ExportSource
 
-_MOST_ROWS = 4
-_MOST_TOKENS = 4096
+_MAX_ROWS = 4
+_MAX_TOKENS = 4096
 """Most tokens of a row: in fp32 on a CPU, a row of 4,096 takes an 8B model a minute."""
 _PLACES = 64
 """Places of a row whose predictions are compared, spread evenly, with the last one."""
@@ -26,7 +26,7 @@ _SAME = 1e-3
 """Largest difference of two logits, in standard deviations of a place's logits, that rounding in fp32 explains.
 
 Between transformers and this engine it is 1e-6 to 1e-4; a wrong frequency or scale makes it 0.01 to 1."""
-_MOST_ROUNDING = 0.02
+_MAX_ROUNDING = 0.02
 """Largest mean divergence, in nats, that rounding weights to 16 bits explains."""
 
 
@@ -134,13 +134,13 @@ def check_export(
 
 def _is_explained(rounding: Agreement, dtype: str) -> bool:
     """Return whether an export predicts what the run does, but for the rounding of its weights."""
-    return rounding.difference <= _SAME if dtype == "fp32" else rounding.divergence <= _MOST_ROUNDING
+    return rounding.difference <= _SAME if dtype == "fp32" else rounding.divergence <= _MAX_ROUNDING
 
 
 def _rows(export: ExportSource, tell: Callable[[str], None]) -> tuple[list[list[int]], str]:
     """Return rows to compare predictions on, and what they are."""
     question = LossOnData(None, seq_len=None, num_sequences=None, tokenizer=None)
-    most = min(_MOST_TOKENS, export.config.spec.max_context)
+    most = min(_MAX_TOKENS, export.config.spec.max_context)
     try:
         held_out = question.rows_for(export.newest, export.config)
     except (ConfigError, DataError) as error:
@@ -148,14 +148,14 @@ def _rows(export: ExportSource, tell: Callable[[str], None]) -> tuple[list[list[
         draw = random.Random(0)
         length = min(most, export.config.first_seq_len)
         vocab_size = export.config.spec.vocab_size
-        return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(_MOST_ROWS)], "random tokens"
-    of_each = -(-_MOST_ROWS // len(held_out))
+        return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(_MAX_ROWS)], "random tokens"
+    of_each = -(-_MAX_ROWS // len(held_out))
     rows = [
         packed.row(place)[0][:most].tolist()
         for packed in held_out.values()
         for place in rows_spread_evenly(packed, of_each)
     ]
-    return rows[:_MOST_ROWS], "held out"
+    return rows[:_MAX_ROWS], "held out"
 
 
 def _check_tokenizer(export: ExportSource, folder: Path, tell: Callable[[str], None]) -> int:
