@@ -1,5 +1,5 @@
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -580,6 +580,14 @@ def test_the_weight_of_the_balance_loss_goes_in_and_out_unchanged(folder, kind):
     spec = read_folder(str(path))
     assert spec.moe.balance_loss_coefficient == pytest.approx(0.02 * 3 / 6)
     assert config_json(spec)["router_aux_loss_coef"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_servers_that_do_not_read_moe_layers_find_the_experts_of_a_llama4(step):
+    spec = model_spec("llama4_scout").with_few_layers(6)
+    keys = config_json(replace(spec, moe=spec.moe.model_copy(update={"moe_layers": step})))
+    every_nth = [layer for layer in range(6) if (layer + 1) % keys["interleave_moe_layer_step"] == 0]
+    assert every_nth == keys["moe_layers"]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])

@@ -137,13 +137,16 @@ class Llama4TextJson(LlamaJson):
                 raise ConfigError(f"transformers cannot describe {spec.name}: {cls.architecture()} has no {trait}")
         layers = range(spec.num_layers)
         rotating = [spec.rotates(layer) for layer in layers]
+        sparse_layers = [layer for layer in layers if spec.has_experts(layer)]
         return {
             "attention_bias": False,
             "intermediate_size": spec.expert_size,
             "intermediate_size_mlp": spec.ffn_size,
             "num_local_experts": moe.num_experts,
             "num_experts_per_tok": moe.experts_per_token,
-            "moe_layers": [layer for layer in layers if spec.has_experts(layer)],
+            "moe_layers": sparse_layers,
+            # vLLM, SGLang and llama.cpp read this alone, and have experts in every n-th layer
+            "interleave_moe_layer_step": sparse_layers[0] + 1,
             "router_aux_loss_coef": router_aux_loss_coef(spec),
             "router_jitter_noise": 0.0,
             "use_qk_norm": spec.qk_norm,
