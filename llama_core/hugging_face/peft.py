@@ -101,7 +101,7 @@ def base_of(folder: Path) -> Path:
             of the Hub.
         HubError: if that cannot be had.
     """
-    _, config = _read_config(folder)
+    _, config = read_adapter_config(folder)
     named = config.base_model_name_or_path or ""
     base = folder_of(at_revision(named, config.revision))
     if not (base.is_absolute() and base.is_dir()):  # a job may start in another directory
@@ -119,7 +119,7 @@ def adapter_weights(spec: ModelSpec, folder: Path) -> dict[str, StoredTensor]:
     Raises:
         WeightsError: if the folder is incomplete, or its adapters are not supported or differ from those of ``spec``.
     """
-    kind, config = _read_config(folder)
+    kind, config = read_adapter_config(folder)
     file = folder / ADAPTERS
     if not file.exists():
         if (folder / _PICKLED).exists():
@@ -186,8 +186,12 @@ def _in_words(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _read_config(folder: Path) -> tuple[AdapterType, AdapterJson]:
-    """Return what a folder says of its adapters, and their kind; that of other kinds is refused as LoRA's."""
+def read_adapter_config(folder: Path) -> tuple[AdapterType, AdapterJson]:
+    """Return what a folder says of its adapters, and their kind; that of other kinds is refused as LoRA's.
+
+    Raises:
+        WeightsError: if ``adapter_config.json`` cannot be read, or says what is not supported.
+    """
     file = folder / ADAPTER_CONFIG
     kind = LORA
     try:
