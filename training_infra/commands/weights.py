@@ -3,6 +3,7 @@
 import argparse
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -136,7 +137,7 @@ def _export_hf(options: argparse.Namespace) -> None:
             folder = Path(temporary) / export.run.name
         write_export(export, folder, licence=options.license, tell=tell)
         if options.check:
-            _check(export, folder)
+            _check(export, folder, stays=isinstance(options.out, Path))
         if store is not None:
             copy_folder(folder, options.out)
         if repository is not None:
@@ -159,16 +160,20 @@ def _refuse_unfit(options: argparse.Namespace) -> None:
         )
 
 
-def _check(export: "ExportSource", folder: Path) -> None:
-    """Compare what others compute from an export with what the run computes, and say how servers take it."""
+def _check(export: "ExportSource", folder: Path, *, stays: bool) -> None:
+    """Compare what others compute from an export with what the run computes, and say what servers make of it."""
     from llama_core.chain.downloads import fetch_weights
     from llama_core.evaluation.exports import check_export
+    from llama_core.hugging_face.servers import findings
     from llama_core.runs.console import say
 
     tell = partial(say, "check")
     fetch_weights(str(folder), None, tell)  # adapters may be over weights of the Hub
     for line in check_export(export, folder, tell=tell).summary():
         tell(line)
+    for found in findings(folder):
+        for line in (found if stays else replace(found, commands=())).lines:
+            say("serve", line)
 
 
 def _bring_here(options: argparse.Namespace) -> Path:
