@@ -48,6 +48,8 @@ class RankChange(NamedTuple):
     """A rank that begins or ceases to fall behind."""
 
     rank: int
+    signal: str
+    """The name of what was measured."""
     text: str
     since_step: int
     is_over: bool
@@ -96,7 +98,7 @@ class StragglerJudge:
             self._behind ^= {(name, rank)}
             peers = slow.get(rank, median([*usual[:rank], *usual[rank + 1 :]]))
             text = signal.told.format(signal.scale * value, signal.scale * peers)
-            yield RankChange(rank, text, self._since(looks, rank, slow, peers, signal), is_over=was_behind)
+            yield RankChange(rank, name, text, self._since(looks, rank, slow, peers, signal), is_over=was_behind)
 
     def _since(
         self, looks: Sequence[Sequence[float]], rank: int, slow: Mapping[int, float], peers: float, signal: Signal

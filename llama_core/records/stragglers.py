@@ -16,6 +16,8 @@ class Straggler:
     """Its node."""
     device: str
     """The vendor's name of its device, with the index of a GPU."""
+    signal: str
+    """The name of what was measured; a rank may fall behind by several at once."""
     finding: str
     """What was measured, and what its peers take."""
     since_step: int
@@ -50,6 +52,6 @@ def read_stragglers(run: RunDirectory) -> Sequence[Straggler]:
 
 
 def still_behind(stragglers: Iterable[Straggler]) -> list[Straggler]:
-    """Return the newest finding of each rank that has not caught up."""
-    newest = {one.rank: one for one in stragglers}
+    """Return the newest finding of each rank and signal by which it has not caught up."""
+    newest = {(one.rank, one.signal): one for one in stragglers}
     return [one for one in newest.values() if not one.is_over]

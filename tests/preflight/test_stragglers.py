@@ -1,11 +1,13 @@
 """Ranks that fall behind while all of them train: who is named, since when, and who is not."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from llama_core.preflight.checks import PRODUCT
 from llama_core.preflight.stragglers import CORE_WAIT, SIGNALS, WINDOW, StragglerJudge
+from llama_core.records.stragglers import Straggler, still_behind
 
 STEPS = range(10, 10_000, 10)
 
@@ -79,3 +81,12 @@ def test_looks_before_a_rollback_do_not_count():
         assert list(judge.look(step, values)) == []
     judge.forget()
     assert list(judge.look(10, values)) == []
+
+
+def test_a_rank_that_is_behind_by_two_signals_has_caught_up_when_both_have_ended():
+    by_product = Straggler(1, "node7", "CPU", "product", "slow", since_step=10, step=60)
+    by_wait = replace(by_product, signal="core wait", finding="without a core", step=70)
+    caught_up = replace(by_wait, is_over=True, step=90)
+    assert still_behind([by_product, by_wait]) == [by_product, by_wait]
+    assert still_behind([by_product, by_wait, caught_up]) == [by_product]
+    assert still_behind([by_product, by_wait, caught_up, replace(by_product, is_over=True)]) == []

@@ -77,7 +77,7 @@ def test_events_are_told_newest_first_with_their_steps(at_work):
     write_rollbacks(at_work, [Rollback(6, 9, "loss 9.1 after 2.4", {}, BEGIN + 5095)])
     slow = NamedRank(3, "node7", "H100", ("takes 2.0 s where its peers take 1.0 s",), slows_training=True)
     append_preflight(at_work, PreflightRecord(moment(BEGIN + 1), 2.0, (), (slow,)))
-    behind = Straggler(2, "node7", "H100", "a product of matrices takes 3 ms, and 1 ms on its peers", 7, 9)
+    behind = Straggler(2, "node7", "H100", "product", "a product of matrices takes 3 ms, and 1 ms on its peers", 7, 9)
     append_stragglers(at_work, [behind])
     rows, left_out = events_table(at_work, RunContents.read(at_work))
     assert [row[0] for row in rows] == sorted((row[0] for row in rows), reverse=True)

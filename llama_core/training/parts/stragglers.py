@@ -121,6 +121,7 @@ class StragglerWatch(LoopPart):
             Straggler(
                 finding.rank,
                 *self._places[finding.rank],
+                signal=finding.signal,
                 finding=finding.text,
                 since_step=finding.since_step,
                 step=step,
