@@ -88,7 +88,7 @@ def test_a_card_has_what_the_records_say(export):
 def test_energy_is_at_most_that_of_the_devices_while_the_run_held_them(export):
     _, rows = parts(model_card(export, None))
     assert rows["Devices"] == ["4 x H100 SXM 80 GB"]
-    assert rows["Time with devices"] == ["3.0 h of 5.0 h"]
+    assert rows["Time with devices"] == ["3 h 00 min of 5 h 00 min"]
     assert rows["Device hours"] == ["12"]
     assert rows["Energy, estimated"][0].startswith("8.4 kWh at most: 700 W")  # 12 h x 700 W
 
