@@ -293,6 +293,15 @@ def sum_over_devices(device: torch.device, *values: float) -> Tensor:
     return _over_devices(device, values, dist.ReduceOp.SUM)
 
 
+def of_every_device(values: Tensor) -> Tensor:
+    """Return some values, [values], of every rank, [values, ranks], without waiting for the device that knows them."""
+    by_rank = values.new_zeros(len(values), num_ranks())
+    by_rank[:, own_rank()] = values
+    if dist.is_initialized():
+        dist.all_reduce(by_rank)
+    return by_rank
+
+
 def _over_devices(device: torch.device, values: Sequence[float], op: Any) -> Tensor:
     own = torch.tensor(values, dtype=torch.float64)
     reduced = (own.pin_memory() if device.type == "cuda" else own).to(device, non_blocking=True)

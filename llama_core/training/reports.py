@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from llama_core.parallel.ranks import most_over_devices, num_ranks, own_rank, sum_over_devices
+from llama_core.parallel.ranks import most_over_devices, num_ranks, of_every_device, own_rank, sum_over_devices
 
 Reduction = Literal["max", "sum", "mean"]
 """What is made of the numbers that the ranks report: of all that have, for the mean."""
@@ -43,7 +43,7 @@ class Reports:
 
     def __init__(self) -> None:
         self._own: dict[str, _Reported] = {}
-        self._of_ranks: dict[str, float | None] = {}
+        self._of_ranks: dict[str, float | Tensor | None] = {}
         self.formats: dict[str, str] = {}
         """How the console shows some of them, by name."""
 
@@ -70,10 +70,11 @@ class Reports:
 
         return report
 
-    def declare_of_ranks(self, name: str) -> Callable[[float], None]:
+    def declare_of_ranks(self, name: str) -> Callable[[float | Tensor], None]:
         """Return the function that reports a value for the next step, of which all ranks learn the value of each rank.
 
-        All ranks report it for the same steps: other steps do not carry it, as it is as long as there are ranks.
+        All ranks report it for the same steps: other steps do not carry it, as it is as long as there are ranks. A
+        value that only the device knows yet is reported as fp64, [].
 
         Args:
             name: its name in ``of_ranks``.
@@ -82,7 +83,7 @@ class Reports:
             raise ValueError(f"two parts report {name}")
         self._of_ranks[name] = None
 
-        def report(value: float) -> None:
+        def report(value: float | Tensor) -> None:
             self._of_ranks[name] = value
 
         return report
@@ -97,18 +98,25 @@ class Reports:
         for own in self._own.values():
             if own.reduction != "max":
                 added += (_or(0.0, own), float(own.value is not None))
-        of_ranks = {name: value for name, value in self._of_ranks.items() if value is not None}
-        for name, value in of_ranks.items():
-            by_rank = [0.0] * num_ranks()
-            by_rank[own_rank()] = value
-            added += by_rank
+        in_host: list[str] = []
+        on_device: dict[str, Tensor] = {}
+        for name, value in self._of_ranks.items():
+            if isinstance(value, Tensor):
+                on_device[name] = value
+            elif value is not None:
+                by_rank = [0.0] * num_ranks()
+                by_rank[own_rank()] = value
+                added += by_rank
+                in_host.append(name)
             self._of_ranks[name] = None
         for own in self._own.values():
             own.value = None
         values = most_over_devices(device, *largest)
         if added:
             values = torch.cat((values, sum_over_devices(device, *added)))
-        return SentReports(values, tuple(of_ranks))
+        if on_device:
+            values = torch.cat((values, of_every_device(torch.stack(list(on_device.values()))).flatten()))
+        return SentReports(values, (*in_host, *on_device))
 
     def received(self, values: list[float]) -> dict[str, float]:
         """Return what all ranks have reported, by name, from the values in host memory."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 from distributed import run_ranks
 from test_trainer import trainer
+from tiers import nightly
 
 from llama_core.parallel.ranks import own_rank
 from llama_core.planning.plan import ParallelPlan
@@ -35,8 +36,8 @@ def test_every_rank_learns_the_same_reduced_values_and_nothing_of_a_step_that_no
     assert run_ranks(2, of_ranks) == [expected, expected]
 
 
-def some_of_every_rank():
-    """Return what each of some ranks learns of the values of all, in three steps."""
+def some_of_every_rank(on_device):
+    """Return what each of some ranks learns of the values of all, in three steps; some are reported as tensors."""
     reports = Reports()
     report = {name: reports.declare_of_ranks(name) for name in ("first", "second")}
     reports.declare("total", "sum")(1.0)
@@ -44,20 +45,22 @@ def some_of_every_rank():
     learnt = []
     for names in (("first", "second"), (), ("second",)):
         for name in names:
-            report[name](10.0 * len(learnt) + rank)
+            value = 10.0 * len(learnt) + rank
+            report[name](torch.tensor(value, dtype=torch.float64) if name in on_device else value)
         values, of_ranks = reports.send(CPU)
         learnt.append((len(values), reports.of_ranks(values.tolist(), of_ranks)))
     return learnt
 
 
-def test_only_the_steps_that_a_value_is_reported_for_carry_that_of_every_rank():
+@pytest.mark.parametrize("on_device", [(), nightly(("first",)), ("second",)])
+def test_only_the_steps_that_a_value_is_reported_for_carry_that_of_every_rank(on_device):
     few = len(("total", "how many have reported it"))
     expected = [
         (few + 4, {"first": (0.0, 1.0), "second": (0.0, 1.0)}),
         (few, {}),
         (few + 2, {"second": (20.0, 21.0)}),
     ]
-    assert run_ranks(2, some_of_every_rank) == [expected, expected]
+    assert run_ranks(2, some_of_every_rank, on_device) == [expected, expected]
 
 
 def test_a_name_is_declared_once():
