@@ -4,7 +4,7 @@ One class per kind of remedy. The CLI prints the message on one line and exits w
 traceback means a bug.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -159,6 +159,19 @@ class NonFiniteError(BadStepError):
 
 class LossSpikeError(BadStepError):
     """The loss or gradient norm rose far above its usual values: leave out the data of those steps."""
+
+
+class ReplicasDifferError(BadStepError):
+    """Ranks that must hold the same weights do not: look at the memory and the devices of the nodes that it names.
+
+    Args:
+        problem: which ranks, and in what they differ.
+        hosts: their nodes.
+    """
+
+    def __init__(self, problem: str, hosts: Sequence[str]) -> None:
+        super().__init__(problem)
+        self.hosts = tuple(hosts)
 
 
 class RankFailedError(TrainingInfraError):

@@ -41,6 +41,7 @@ ALSO_CALLED = {
     "training.keep_best_by": ("metric_for_best_model",),
     "training.checkpoint_mirror": ("remote_checkpoint_path", "cloud_path", "save_folder", "upload_dir", "storage_path"),
     "training.on_bad_step": ("on_spike", "on_loss_spike", "on_nan"),
+    "training.replica_check_every": ("check_weight_hash_across_dp_replicas_interval",),
     "parallel.gpus": ("num_gpus", "ngpus", "devices", "world_size"),
     "parallel.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
     "parallel.pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),

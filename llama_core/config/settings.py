@@ -433,6 +433,10 @@ class TrainingConfig(Section):
     """Last steps that the median is taken over; no spike is found before that many."""
     max_rollbacks: Annotated[int, Key(on_resume="allow", changes="learning")] = Field(3, ge=0)
     """Rollbacks of a run before a bad step stops it."""
+    replica_check_every: Annotated[int, Key(on_resume="allow", changes="nothing")] = Field(100, ge=0)
+    """Steps between comparisons of the bits of weights and optimizer states that several ranks hold, also before each
+    evaluation and checkpoint; 0: never. Where they differ, a device computes wrongly: it is named, and the run goes
+    back to the last checkpoint."""
     seed: Annotated[int, Key(changes="learning")] = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the data order."""
     init_from: str | None = None

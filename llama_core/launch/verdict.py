@@ -92,12 +92,6 @@ def find_evidence(text: str, *, host: str, job: JobRecord | None) -> Evidence | 
         host: the name of its node.
         job: its job; None if it was started by hand.
     """
-    other_nodes = LAUNCHERS.named(job.launcher).other_nodes if job else ""
-    on_other_nodes = (
-        f"continue on other nodes: --resume --set {other_nodes.format(host=host)}"
-        if other_nodes
-        else f"look at the devices of {host} (nvidia-smi -q, dmesg), reset or replace the broken one, then --resume"
-    )
     kernel = (
         "find the kernel with CUDA_LAUNCH_BLOCKING=1, or with compute-sanitizer on one rank (docs/debugging.md); if "
         "it is another one each time, suspect the device"
@@ -107,7 +101,7 @@ def find_evidence(text: str, *, host: str, job: JobRecord | None) -> Evidence | 
         "print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())' shows what this one is built for"
     )
     faults: tuple[tuple[re.Pattern[str], OutcomeStatus, str], ...] = (
-        (_BROKEN_DEVICE, "node-failure", on_other_nodes),
+        (_BROKEN_DEVICE, "node-failure", on_other_nodes(host, job)),
         (_NO_CODE, "crashed", other_build),
         (_OUT_OF_MEMORY, "oom", LESS_MEMORY),
         (_BAD_ACCESS, "crashed", kernel),
@@ -116,6 +110,19 @@ def find_evidence(text: str, *, host: str, job: JobRecord | None) -> Evidence | 
         if found := pattern.search(text):
             return Evidence(status, _line_around(found), next_action)
     return None
+
+
+def on_other_nodes(hosts: str, job: JobRecord | None) -> str:
+    """Return the next action after a device has failed.
+
+    Args:
+        hosts: the names of its node, or of those that it may be in, with commas.
+        job: the job; None if it was started by hand.
+    """
+    other_nodes = LAUNCHERS.named(job.launcher).other_nodes if job else ""
+    if other_nodes:
+        return f"continue on other nodes: --resume --set {other_nodes.format(host=hosts)}"
+    return f"look at the devices of {hosts} (nvidia-smi -q, dmesg), reset or replace the broken one, then --resume"
 
 
 @dataclass(frozen=True)

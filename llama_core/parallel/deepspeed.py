@@ -23,7 +23,7 @@ memory.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -200,6 +200,10 @@ class DeepSpeedModel:
             held: Tensor = getattr(parameter, "ds_tensor", parameter.detach())
             if not held.isfinite().all():
                 yield name
+
+    def replicated(self) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Tensor]]]:
+        """Yield nothing: one rank updates each part of the weights, and the others get its result in every step."""
+        yield from ()
 
     def _parts(self) -> Iterator[Llama]:
         """Yield the layers of the model one by one, whole, in fp32 and with undefined weights."""

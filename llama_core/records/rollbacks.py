@@ -13,19 +13,36 @@ from llama_core.records.files import checked_record, read_json, write_json
 
 
 @dataclass(frozen=True)
+class Suspect:
+    """A rank that may hold wrong values."""
+
+    rank: int
+    host: str
+    """Its node."""
+    device: str
+    """The vendor's name of its device, with the index of a GPU."""
+
+    def __str__(self) -> str:
+        """Return the rank, its node and device."""
+        return f"rank {self.rank} on {self.host} ({self.device})"
+
+
+@dataclass(frozen=True)
 class Rollback:
     """One return to a checkpoint."""
 
     step: int
     """The step of the checkpoint."""
     bad_step: int
-    """The step that was bad; its data, and those of all steps since ``step``, are left out."""
+    """The step that was bad. Its data, and those of all steps since ``step``, are left out, if they are at fault."""
     reason: str
     """What was bad about it, with the values that show it."""
-    data: Mapping[str, Any]
-    """The position in the data at which training goes on: after those of the bad step."""
+    data: Mapping[str, Any] | None
+    """The position in the data at which training goes on: after those of the bad step. None if no data are left out."""
     time: float
     """Seconds since the epoch."""
+    suspects: tuple[Suspect, ...] = ()
+    """The ranks that may hold wrong values, if replicas differed."""
 
 
 def read_rollbacks(run: RunDirectory) -> list[Rollback]:
@@ -51,5 +68,7 @@ def data_skips(rollbacks: Sequence[Rollback]) -> dict[int, Mapping[str, Any]]:
     """
     skips: dict[int, Mapping[str, Any]] = {}
     for rollback in rollbacks:
+        if rollback.data is None:
+            continue
         skips = {step: data for step, data in skips.items() if step < rollback.step} | {rollback.step: rollback.data}
     return skips

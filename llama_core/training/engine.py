@@ -1,6 +1,6 @@
 """The training engine: a model and its optimizer behind one interface, parallelised by torch or by DeepSpeed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -62,6 +62,12 @@ class Engine(Protocol):
 
     def non_finite_weights(self) -> Iterator[str]:
         """Yield the names of the weights of which this rank holds a NaN or infinity; reads all of its weights."""
+
+    def replicated(self) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Tensor]]]:
+        """Yield each parameter that this rank updates by itself, as others may update a replica of it.
+
+        Each comes with its name, and its optimizer states by name.
+        """
 
     def forward_backward(self, microbatches: Sequence[Batch], *, loss_scale: float, on_phase: OnPhase) -> Tensor:
         """Compute the gradients of one step, times ``loss_scale``, and return its mean loss over all ranks."""
@@ -198,6 +204,12 @@ class NativeEngine:
         for name, module in packed_modules(self.model):
             if not nf4.is_finite(module):
                 yield name
+
+    def replicated(self) -> Iterator[tuple[str, nn.Parameter, Mapping[str, Tensor]]]:
+        """Yield this rank's parameters, with their names and optimizer states."""
+        for name, parameter in self.model.named_parameters():
+            states = self.optimizer.state.get(parameter, {})
+            yield name, parameter, {kind: state for kind, state in states.items() if isinstance(state, Tensor)}
 
     def update(
         self,

@@ -50,6 +50,7 @@ from llama_core.training.parts.notices import BadStepNotices
 from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.patience import Patience
 from llama_core.training.parts.preparations import CompiledBlocks, ReferenceModel
+from llama_core.training.parts.replicas import ReplicaCheck
 from llama_core.training.parts.saves import Saves
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.parts.stop import ASKED_TO_STOP, StopRequest
@@ -186,6 +187,15 @@ class Trainer:
             activity=self.activity,
         )
         self.check = StepCheck(config.training)
+        replicas = ReplicaCheck(
+            config.training.replica_check_every,
+            plan,
+            self.progress,
+            engine=self.engine,
+            reports=self.reports,
+            device=self.device,
+            is_due=lambda step: self.saves.is_due(step) or self.held_out.is_due(step),
+        )
         memory = MemoryReport(self.meter, self.reports)
         self.metrics = MetricsLog(
             run,
@@ -223,6 +233,7 @@ class Trainer:
             self.stop,
             StragglerWatch(run, config, self.progress, reports=self.reports, device=self.device),
             self.check,  # was the step a good one?
+            replicas,  # do replicas still agree?
             self.held_out,  # the held-out loss after it
             Patience(config.training, self.progress),  # does that end the run?
             self.metrics,  # its record
@@ -260,7 +271,7 @@ class Trainer:
         """Train until ``total_steps``, or until patience has run out, with a checkpoint at the end.
 
         Raises:
-            NonFiniteError, LossSpikeError: after a bad step, as ``BadSteps`` says.
+            NonFiniteError, LossSpikeError, ReplicasDifferError: after a bad step, as ``BadSteps`` says.
             StoppedError: when ``should_stop`` returned True; a checkpoint of the last step has been saved.
             CheckpointError: if a checkpoint cannot be written.
         """
@@ -420,14 +431,18 @@ class Trainer:
         digest = hashlib.sha256(name.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8]))
 
+    @property
+    def _is_partly_frozen(self) -> bool:
+        """Whether there are weights that torch's checkpoints do not hold."""
+        return self.config.spec.lora is not None
+
     def _resume(self) -> None:
         """Go on from the newest checkpoint, or begin with the initial weights."""
         self.activity.tell("reading the weights")
-        is_partly_frozen = self.config.spec.lora is not None  # torch's checkpoints do not hold frozen weights
-        if is_partly_frozen:
+        if self._is_partly_frozen:
             self.initial_weights.set(self.engine)
         state = self.checkpointer.load(self.engine)
-        if state is None and not is_partly_frozen:
+        if state is None and not self._is_partly_frozen:
             self.initial_weights.set(self.engine)
         if state is not None:
             self._restore(state)
@@ -462,10 +477,12 @@ class Trainer:
         """Return to the newest checkpoint because of a bad step, in this process.
 
         Raises:
-            NonFiniteError, LossSpikeError: if there is none.
+            NonFiniteError, LossSpikeError, ReplicasDifferError: if there is none.
         """
         self.activity.tell("returning to a checkpoint", "recomputed")
         self.checkpointer.finish()
+        if bad.suspects and self._is_partly_frozen:
+            self.initial_weights.set(self.engine)
         state = self.checkpointer.load(self.engine)
         if state is None:
             raise self.bad_steps.ends(bad, "there is no checkpoint yet to return to", "skip")

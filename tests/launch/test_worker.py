@@ -18,7 +18,7 @@ from llama_core.chain.prepare import prepare_run
 from llama_core.config.overrides import Override
 from llama_core.config.recorded import load_recorded
 from llama_core.config.run import RunConfig
-from llama_core.errors import LossSpikeError, RunDirectoryError
+from llama_core.errors import LossSpikeError, ReplicasDifferError, RunDirectoryError
 from llama_core.launch.logs import NOTABLE
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.worker import run_to_end
@@ -370,6 +370,18 @@ def test_a_run_that_a_spike_ends_records_the_remedy_of_the_trainer(tmp_path):
 
     outcome = run_to_end(run, build)
     assert (outcome.status, outcome.next_action) == ("loss-spike", "leave out its data")
+
+
+def test_a_run_that_replicas_end_names_the_nodes_to_look_at(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    run.create()
+
+    def build(should_stop):
+        raise ReplicasDifferError("step 8: rank 0 and rank 3 differ", ["node1", "node2"])
+
+    outcome = run_to_end(run, build)
+    assert outcome.status == "node-failure"
+    assert outcome.next_action.startswith("look at the devices of node1,node2 (")
 
 
 @pytest.mark.wide

@@ -24,6 +24,7 @@ from llama_core.errors import (
     CheckpointError,
     LossSpikeError,
     NonFiniteError,
+    ReplicasDifferError,
     RequestError,
     RunDirectoryError,
     StoppedError,
@@ -41,6 +42,7 @@ from llama_core.launch.verdict import (
     STOPPED_EXIT,
     Evidence,
     find_evidence,
+    on_other_nodes,
     read_log,
 )
 from llama_core.log_lines import LineFormatter
@@ -247,6 +249,8 @@ def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tu
         return "crashed", MORE_DISK
     if _CPU_OUT_OF_MEMORY in str(error):
         return "oom", LESS_MEMORY
+    if isinstance(error, ReplicasDifferError):
+        return "node-failure", on_other_nodes(",".join(error.hosts), own_job(run))
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):
             return status, (error.next_action if isinstance(error, BadStepError) else "") or next_action

@@ -121,12 +121,16 @@ class BadSteps(LoopPart):
                 or after one, if ``on_bad_step`` stops the run or the rollbacks are used up, or if the weights that it
                 began with are not finite; at the end, if no step had a finite loss and gradient.
             LossSpikeError: after a spike, if ``on_bad_step`` stops the run or the rollbacks are used up.
+            ReplicasDifferError: if replicas differ, and one of the ranks that may be wrong has been suspected before.
         """
+        if step.bad is not None and step.bad.suspects:
+            self._end_if_suspected_again(step.bad)
+            return
         training = self._config.training
         skipped = self._check.skipped_in_a_row
         if skipped and step.step == self._began_at + 1:
             self._refuse_non_finite_weights(step)
-        used = len(self.rollbacks)
+        used = self._num_without_data
         if step.bad is not None:
             if training.on_bad_step == "stop":
                 raise self.ends(step.bad, "training.on_bad_step=stop", "rollback", "skip")
@@ -151,15 +155,33 @@ class BadSteps(LoopPart):
     def went_back(self, bad: BadStep) -> None:
         """Record the rollback, before any step on other data."""
         step = self._progress.step
-        self.rollbacks.append(Rollback(step, bad.step, bad.reason, bad.data, time.time()))
+        self.rollbacks.append(Rollback(step, bad.step, bad.reason, bad.data, time.time(), bad.suspects))
         if not is_first_rank():
             return
-        logger.warning(
-            "step %d is bad: %s; returned to step %d, and left out the data of steps %d to %d (rollback %d of %d)",
-            *(bad.step, bad.reason, step, step + 1, bad.step),
-            *(len(self.rollbacks), self._config.training.max_rollbacks),
-        )
+        what = f"takes steps {step + 1} to {bad.step} again"
+        if bad.data is not None:
+            count = f"rollback {self._num_without_data} of {self._config.training.max_rollbacks}"
+            what = f"left out the data of steps {step + 1} to {bad.step} ({count})"
+        logger.warning("step %d is bad: %s; returned to step %d, and %s", bad.step, bad.reason, step, what)
         write_rollbacks(self._run, self.rollbacks)
+
+    @property
+    def _num_without_data(self) -> int:
+        """The rollbacks that have left out data."""
+        return sum(rollback.data is not None for rollback in self.rollbacks)
+
+    def _end_if_suspected_again(self, bad: BadStep) -> None:
+        """End the run if one of the devices that may be wrong has been suspected before.
+
+        Raises:
+            ReplicasDifferError: with the step where it was.
+        """
+        for suspect in bad.suspects:
+            for before in self.rollbacks:
+                # ranks may be on other nodes in another attempt
+                if any((one.host, one.device) == (suspect.host, suspect.device) for one in before.suspects):
+                    why = f"{suspect} may also have been wrong in step {before.bad_step}"
+                    raise self.ends(bad, why)
 
     def _refuse_non_finite_weights(self, first: FinishedStep) -> None:
         """Check the weights that this process began with, since its first step had no finite loss and gradient.

@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any
 
 from llama_core.config.settings import DATALOADER, DataSource, OnBadStep, TrainingConfig
-from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError
+from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError, ReplicasDifferError
 from llama_core.records.directory import RunDirectory
+from llama_core.records.rollbacks import Suspect
 from llama_core.redaction import shell_word
 
 MIN_DEVIATION = 0.01
@@ -25,8 +26,10 @@ class BadStep:
     """What was bad about it, with the values that show it."""
     is_finite: bool
     """Whether loss and gradient were finite; if so, the update was made."""
-    data: Mapping[str, Any]
-    """The position in the data after this step's."""
+    data: Mapping[str, Any] | None
+    """The position in the data after this step's; None if the data are not at fault."""
+    suspects: tuple[Suspect, ...] = ()
+    """The ranks that may hold wrong values, if replicas differ."""
 
     def ends(self, run: RunDirectory, source: DataSource | None, why: str, *remedies: OnBadStep) -> BadStepError:
         """Return the error that ends the run at this step.
@@ -37,6 +40,9 @@ class BadStep:
             why: the setting or fact that makes it end.
             remedies: policies that the run can go on with.
         """
+        if self.suspects:
+            hosts = dict.fromkeys(suspect.host for suspect in self.suspects)
+            return ReplicasDifferError(f"step {self.step}: {self.reason}; {why}", list(hosts))
         command = f"training-infra train --run-dir {shell_word(run.path)} --resume --set training."
         if source == DATALOADER:
             command = "launch_training(..., resume=True) after configure with "

@@ -41,6 +41,13 @@ _PRODUCTS = {"cuda": 20, "cpu": 4}
 logger = logging.getLogger(__name__)
 
 
+def own_place(device: torch.device) -> tuple[str, str]:
+    """Return the names of this rank's node and device, with the index of a GPU."""
+    if device.type == "cuda":
+        return platform.node(), f"{torch.cuda.get_device_name(device)}, {device}"
+    return platform.node(), device_label(device.type)
+
+
 class StragglerWatch(LoopPart):
     """Looks at all ranks every some steps, with a product that is the same on each.
 
@@ -72,10 +79,7 @@ class StragglerWatch(LoopPart):
         """Learn where the ranks are."""
         if self._probe is None:
             return
-        own = device_label(self._device.type)
-        if self._device.type == "cuda":
-            own = f"{torch.cuda.get_device_name(self._device)}, {self._device}"
-        self._places = on_first_rank((platform.node(), own))
+        self._places = on_first_rank(own_place(self._device))
         if is_first_rank():
             self._begin_anew()
         self._next_look = self._progress.step + STEPS_BETWEEN_LOOKS  # the first steps set up kernels
