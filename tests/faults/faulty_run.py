@@ -87,8 +87,8 @@ class Fault:
     """What to break, and when; ``injection/sitecustomize.py`` does it.
 
     An action is ``{"signal": "SIGKILL"}`` (with ``count``, and ``to="supervisor"``), ``{"sleep": seconds}``,
-    ``{"raise": message}``, ``{"errno": number}``, ``{"environment": variables}``, or ``{"factor": "nan"}``, which
-    multiplies what the function returns.
+    ``{"raise": message}``, ``{"errno": number}``, ``{"environment": variables}``, ``{"factor": "nan"}``, which
+    multiplies what the function returns, or ``{"flip": bit}``, in a weight of the optimizer whose method it is.
     """
 
     phase: str

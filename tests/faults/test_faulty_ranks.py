@@ -91,3 +91,20 @@ def test_a_loss_spike_is_left_out_with_its_data(undisturbed, tmp_path, texts, to
     assert rows[:4] == undisturbed.rows()[:4]
     assert rows[4]["loss"] < 2 * rows[3]["loss"]
     promise("finished; returned to step 4, left out the data of step 5")
+
+
+@pytest.mark.fault("a flipped bit in a weight of a replica", phase="optimizer step")
+def test_a_flipped_bit_of_a_replica_is_found_and_the_steps_since_the_checkpoint_are_taken_again(
+    tmp_path, texts, token_cache, promise
+):
+    sound, faulty = (
+        FaultyRun(tmp_path / name, texts, "parallel.zero_stage=0", token_cache=token_cache)
+        for name in ("sound", "faulty")
+    )
+    assert sound.train().status == "finished"
+    assert faulty.train(Fault("optimizer step", {"flip": 3}, rank=1)).status == "finished"
+    (rollback,) = read_rollbacks(faulty.run)
+    assert (rollback.step, rollback.bad_step) == (4, 6)
+    assert [suspect.rank for suspect in rollback.suspects] == [0, 1]
+    faulty.equals(sound)
+    promise("named; returned to step 4; finished; equal")

@@ -42,8 +42,8 @@ class Injector:
         again = self.begun in self.acted_in or len(self.acted_in) >= fault["times"]
         return self.step >= fault["step"] and has_argument and not again
 
-    def act(self, result=None):
-        """Leave the proof, then do what the fault does; return what the call is to return."""
+    def act(self, result=None, arguments=()):
+        """Leave the proof, then do what the fault does; return what the call with these arguments is to return."""
         self.acted_in.add(self.begun)
         with open(f"{self.fault['proof']}-{self.rank}", "a") as proof:  # noqa: PTH123 (as little as possible is imported)
             proof.write(json.dumps({"rank": self.rank, "pid": os.getpid(), "step": self.step}) + "\n")
@@ -58,6 +58,8 @@ class Injector:
             raise OSError(action["errno"], os.strerror(action["errno"]), *action.get("path", ()))
         if "raise" in action:
             raise RuntimeError(action["raise"])
+        if "flip" in action:
+            flip_bit(arguments[0].param_groups[0]["params"][0], action["flip"])
         return result * float(action["factor"]) if "factor" in action else result
 
     def wrapped(self, function):
@@ -68,9 +70,9 @@ class Injector:
         def call(*args, **kwargs):
             due = self.is_due([*args, *kwargs.values()])
             if due and not acts_after:
-                self.act()
+                self.act(arguments=args)
             result = function(*args, **kwargs)
-            return self.act(result) if due and acts_after else result
+            return self.act(result, args) if due and acts_after else result
 
         return call
 
@@ -83,6 +85,13 @@ class Injector:
             return begin_step(trainer)
 
         return call
+
+
+def flip_bit(parameter, bit):
+    """Flip a bit of the first number of a parameter, which is fp32 and whole."""
+    import torch
+
+    parameter.detach().view(torch.int32).view(-1)[:1] ^= 1 << bit
 
 
 class Wrapping:
