@@ -1,7 +1,7 @@
 """Which of several values are far above the others: a test that a few bad values do not upset."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from statistics import median
 
 DEVIATIONS = 5.0
 """Standard deviations above the median from which a value is an outlier. Normal noise exceeds them once in three
@@ -27,13 +27,26 @@ def outliers(values: Sequence[float], *, share: float, least: float = 0.0) -> di
     ordered = sorted(values)
     # no median of others is below this one, so that most values need no look at all the others
     lowest = ordered[(len(ordered) - 2) // 2]
+    # Half of the ranks may be slow. Without one of them the median is one of very few values, so this stays small.
+    deviations: dict[float, list[float]] = {}
     found = {}
     for place, value in enumerate(values):
         if value <= lowest + max(share * lowest, least):
             continue
-        others = [*values[:place], *values[place + 1 :]]
-        usual = median(others)
-        deviation = SIGMA_OF_MAD * median(abs(other - usual) for other in others)
+        usual = _median_without(ordered, value)
+        if usual not in deviations:
+            deviations[usual] = sorted(abs(other - usual) for other in ordered)
+        deviation = SIGMA_OF_MAD * _median_without(deviations[usual], abs(value - usual))
         if value > usual + max(DEVIATIONS * deviation, share * usual, least):
             found[place] = usual
     return found
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of at least two ``ordered`` values but one, which is among them."""
+    place = bisect_left(ordered, value)
+    half, is_odd = divmod(len(ordered) - 1, 2)
+    upper = ordered[half + (half >= place)]
+    if is_odd:
+        return upper
+    return (ordered[half - 1 + (half - 1 >= place)] + upper) / 2

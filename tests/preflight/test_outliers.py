@@ -32,6 +32,33 @@ def test_outliers_are_those_of_the_definition(values, share, least):
     assert outliers(values, share=share, least=least) == above_all_others(values, share, least)
 
 
+class Counted(float):
+    """A value that counts what is done with it."""
+
+    operations = 0
+
+    def __lt__(self, other):
+        Counted.operations += 1
+        return float(self) < float(other)
+
+    def __sub__(self, other):
+        Counted.operations += 1
+        return float(self) - float(other)
+
+
+def operations_where_half_are_slow(num_ranks):
+    drawn = random.Random(0)
+    values = [Counted(1 + rank % 2 + 0.01 * drawn.random()) for rank in range(num_ranks)]
+    Counted.operations = 0
+    outliers(values, share=SHARE)
+    return Counted.operations
+
+
+def test_many_slow_ranks_cost_little_more_for_each():
+    """A job whose second half has slower GPUs would otherwise wait for seconds at every look."""
+    assert operations_where_half_are_slow(2048) < 8 * 1.5 * operations_where_half_are_slow(256)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
 def test_one_slow_rank_among_others_is_named_with_their_median(num_ranks):
     values = [1.0 + 0.001 * place for place in range(num_ranks)]
