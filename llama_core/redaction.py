@@ -5,8 +5,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -82,7 +82,11 @@ def redacted(text: str) -> str:
     A secret of the environment is the value of a variable whose name says so, such as ``WANDB_API_KEY``, ``HF_TOKEN``
     or ``DB_PASSWORD``, also as it is written in a URL, in JSON or on a page.
     """
-    for value in _secrets():
+    return _redacted(text, _secrets())
+
+
+def _redacted(text: str, secrets: Sequence[str]) -> str:
+    for value in secrets:
         text = text.replace(value, HIDDEN)
     text = _ADDRESS.sub(_without_password, text)
     for pattern, shown in _PATTERNS:
@@ -97,11 +101,18 @@ def without_queries(text: str) -> str:
 
 def redacted_values(value: Any) -> Any:
     """Return a JSON value with every text in it redacted, but not its keys."""
+    # A record of all ranks has tens of thousands of texts, most of them the same. The first rank writes it while the
+    # others wait, so the environment is searched once and each text too.
+    return _with_texts(value, cache(partial(_redacted, secrets=_secrets())))
+
+
+def _with_texts(value: Any, made_of: Callable[[str], str]) -> Any:
+    """Return a JSON value with every text in it replaced by what is made of it."""
     if isinstance(value, str):
-        return redacted(value)
+        return made_of(value)
     if isinstance(value, Mapping):
-        return {key: redacted_values(inner) for key, inner in value.items()}
-    return [redacted_values(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _with_texts(inner, made_of) for key, inner in value.items()}
+    return [_with_texts(inner, made_of) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def assigns_secret(line: str) -> bool:

@@ -11,6 +11,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 from tiers import nightly
 
+from llama_core import redaction
 from llama_core.chain.preview import preview_script
 from llama_core.config.run import RunConfig
 from llama_core.data.files import remote
@@ -19,7 +20,7 @@ from llama_core.launch.outcome import record_outcome
 from llama_core.log_lines import LineFormatter
 from llama_core.machine.hazards import _prefect
 from llama_core.records.directory import RunDirectory
-from llama_core.redaction import redacted
+from llama_core.redaction import redacted, redacted_values
 
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
@@ -225,3 +226,14 @@ def test_an_address_with_a_query_is_refused_and_not_shown(scheme):
 
 def test_a_question_mark_in_the_pattern_of_a_store_is_no_query():
     assert str(remote.path_of("s3://bucket/part-?.jsonl")) == "s3://bucket/part-?.jsonl"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 100])
+def test_a_record_of_many_ranks_is_searched_once_for_each_different_text(monkeypatch, num_ranks):
+    calls = []
+    search = redaction._redacted
+    monkeypatch.setattr(redaction, "_redacted", lambda text, secrets: calls.append(text) or search(text, secrets))
+    monkeypatch.setattr(redaction, "_secrets", lambda: calls.append("the environment") or list(SECRETS.values()))
+    rank = {"host": f"node with {SECRETS['HF_TOKEN']}", "torch": "2.13.0", "python": "3.11.7"}
+    assert not holds_secret(json.dumps(redacted_values({"ranks": [rank] * num_ranks})))
+    assert sorted(calls) == sorted(["the environment", *rank.values()])
