@@ -21,6 +21,10 @@ from llama_core.planning.plan import ParallelPlan
 
 T = TypeVar("T")
 
+CONNECTS_TO_ALL = 1024
+"""Most ranks of a job in which gloo connects each to every other when they join, so that all see at once that one is
+lost. With 8,192 ranks that takes longer than ranks wait for each other; there, two connect when they first talk."""
+
 _groups = count()
 """Numbers the groups that a process joins; the numbers agree on all ranks, because ranks join together."""
 
@@ -69,6 +73,8 @@ def joined_ranks(
         if even_alone:
             _leave_group()
         return
+    if world_size > CONNECTS_TO_ALL:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # gloo reads it when it makes its first group
     # After a restart by torchrun the store still holds the addresses of the ranks that are gone.
     generation = f"generation{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_groups)}"
     is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -208,7 +214,10 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 """The kernel's words for a connection whose other process has died, which gloo and the store quote."""
 
 _LIBRARIES_SAY = (
-    "Timed out waiting",  # gloo
+    # gloo; the latter two say that the other rank is lost before this one has talked to it
+    "Timed out waiting",
+    "timed out connecting",
+    "Connect timeout",
     # NCCL: ncclRemoteError, and the watchdog of torch
     "remote process exit",
     "communicator was aborted",

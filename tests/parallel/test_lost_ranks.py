@@ -19,3 +19,12 @@ from llama_core.parallel.ranks import has_lost_the_others
 def test_a_rank_that_joins_the_others_loses_them_only_if_one_is_gone_in_the_middle(monkeypatch, error, lost):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     assert has_lost_the_others(error) == lost
+
+
+@pytest.mark.parametrize(
+    "words", ["Timed out waiting 20000ms for recv", "timed out connecting: x", "Connect timeout [x]"]
+)
+def test_a_rank_that_gloo_cannot_reach_is_lost(monkeypatch, words):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    assert has_lost_the_others(RuntimeError(f"[gloo/transport/tcp/pair.cc:152] {words}"))
+    assert not has_lost_the_others(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
