@@ -38,6 +38,11 @@ Ranks on the last ones share a machine and communicate most.
 FP8_MULTIPLE = 16
 """Every side of a product in fp8 is a multiple of this: torch's ``_scaled_mm`` takes no others."""
 
+MANY_PARTS = 1024
+"""Parts of a tensor in a checkpoint from which on listing them takes minutes for a large model."""
+PART_SECONDS = 25e-6
+"""What the first rank takes to list a part at every save, by benchmarks/scale.py; 17 µs to read it at a start."""
+
 
 @dataclass(frozen=True)
 class ParallelPlan:
@@ -399,6 +404,11 @@ class ParallelPlan:
         return self.dp_shard * self.cp if self.zero_stage else 1
 
     @property
+    def parts_of_a_tensor(self) -> int:
+        """Parts in which a checkpoint has a matrix and each of its moments."""
+        return self.num_shards * self.tp
+
+    @property
     def num_copies(self) -> int:
         """Ranks that hold the same part of them."""
         return self.dp_replicate if self.zero_stage else self.dp * self.cp
@@ -523,6 +533,14 @@ class ParallelPlan:
             yield "attention=ulysses has no effect with cp=1"
         if self.attention == "math":
             yield "attention=math holds all scores and is slow; the estimate counts its memory but not its time"
+        parts = self.parts_of_a_tensor
+        if self.zero_backend == "native" and parts >= MANY_PARTS:
+            seconds = 1000 * parts * PART_SECONDS
+            yield (
+                f"checkpoints have each tensor in {parts:,} parts: for every 1,000 tensors, a save keeps a thread of "
+                f"the first rank busy for {seconds:.0f} s, and a start takes every rank nearly as long; where memory "
+                "allows it, dp_replicate divides both (docs/scale.md)"
+            )
 
     def summary(self) -> str:
         """Return the plan in one line."""
