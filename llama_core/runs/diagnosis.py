@@ -146,6 +146,7 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
         _disk(run, config, state, good),
         _metrics(run, state, good),
         *_slow_ranks(run),
+        *_differing_replicas(run),
         *_evaluations(run),
         *(list(_damaged_records(run)) or _edited_settings(run, config, state)),  # which reads some of them
         *([Fact("advice", advice)] if advice else []),
@@ -285,6 +286,14 @@ def _slow_ranks(run: RunDirectory) -> Iterator[Fact]:
             yield from (Fact("preflight", str(named)) for named in newest.named)
     with suppress(RunDirectoryError):
         yield from (Fact("straggler", str(one)) for one in still_behind(read_stragglers(run)))
+
+
+def _differing_replicas(run: RunDirectory) -> Iterator[Fact]:
+    """Yield a line for each time that the run went back because replicas differed."""
+    with suppress(RunDirectoryError):
+        for rollback in read_rollbacks(run):
+            if rollback.suspects:
+                yield Fact("replicas", f"step {rollback.bad_step}: {rollback.reason}")
 
 
 def _evaluations(run: RunDirectory) -> Iterator[Fact]:

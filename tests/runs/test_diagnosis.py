@@ -26,6 +26,7 @@ from llama_core.records.job import JobRecord, Outcome
 from llama_core.records.metrics import read_metrics, write_metrics_part
 from llama_core.records.preflight import NamedRank, PreflightRecord, append_preflight
 from llama_core.records.references import writing_reference
+from llama_core.records.rollbacks import Rollback, Suspect, write_rollbacks
 from llama_core.runs.continuing import has_lost_its_end
 from llama_core.runs.diagnosis import diagnose
 from training_infra import cli
@@ -207,6 +208,15 @@ def test_a_rank_that_fell_behind_before_the_newest_attempt_is_told_of_and_is_no_
     found = diagnose(run)
     assert texts(found, "preflight") == ["rank 1 on n1 (a device): faulty"]
     assert "preflight" not in {fact.subject for fact in found.facts if fact.is_problem}
+
+
+def test_replicas_that_differed_are_told_of_and_are_no_problem(run):
+    reason = "rank 1 on node7 (NVIDIA H200, cuda:1) differs from the other replicas in norm.weight"
+    bad_data = Rollback(2, 3, "loss 9", {"position": 4}, 1.0)
+    write_rollbacks(run, [bad_data, Rollback(4, 6, reason, None, 2.0, (Suspect(1, "node7", "NVIDIA H200, cuda:1"),))])
+    found = diagnose(run)
+    assert texts(found, "replicas") == [f"step 6: {reason}"]
+    assert "replicas" not in {fact.subject for fact in found.facts if fact.is_problem}
 
 
 def test_a_damaged_checkpoint_is_a_problem_only_found_by_reading(run):
