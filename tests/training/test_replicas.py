@@ -75,8 +75,8 @@ def test_a_rollback_that_leaves_no_data_out_leaves_those_of_others_out():
 class Flip(LoopPart):
     """Flips a bit of one rank, once, after the update of a step."""
 
-    def __init__(self, one, rank, at, state=None, name="layers.1.attention.wq."):
-        self.one, self.rank, self.at, self.state, self.name = one, rank, at, state, name
+    def __init__(self, one, rank, at, state=None, name="layers.1.attention.wq.", bit=20):
+        self.one, self.rank, self.at, self.state, self.name, self.bit = one, rank, at, state, name, bit
 
     def step_begun(self):
         if self.one.step != self.at or own_rank() != self.rank:
@@ -85,7 +85,7 @@ class Flip(LoopPart):
         for name, parameter, states in self.one.engine.replicated():
             if name.startswith(self.name):
                 tensor = local_part(parameter if self.state is None else states[self.state]).detach()
-                tensor.view(torch.int32).view(-1)[-1:] ^= 1 << 20
+                tensor.view(torch.int32).view(-1)[-1:] ^= 1 << self.bit
                 return
 
 
@@ -160,27 +160,43 @@ def test_of_three_replicas_the_one_that_differs_is_named(tmp_path):
 @pytest.mark.wide
 def test_a_run_that_is_asked_to_stop_saves_no_checkpoint_of_replicas_that_differ(tmp_path):
     clean, broken = (new_run(tmp_path / name) for name in ("clean", "broken"))
-    expected = run_ranks(2, _train_until_5, clean.path, [])
-    flipped = run_ranks(2, _train_until_5, broken.path, [(0, FLIPPED_AT)])
+    expected = run_ranks(2, train_until_5, clean.path, [])
+    flipped = run_ranks(2, train_until_5, broken.path, [(0, FLIPPED_AT)])
     assert [rollback.bad_step for rollback in read_rollbacks(broken)] == [FLIPPED_AT]
     assert [checkpoint_step(path) for path in list_checkpoints(broken)] == [4, 5]
     assert_equal(flipped, expected)
 
 
-def _train_until_5(path, flips):
+def train_until_5(path, flips):
     return train(path, DP2, flips, stops_after=FLIPPED_AT)
+
+
+@pytest.mark.wide
+def test_a_step_without_a_finite_loss_is_not_blamed_on_its_data_if_replicas_differ(tmp_path):
+    clean, broken = (new_run(tmp_path / name) for name in ("clean", "broken"))
+    expected = run_ranks(2, train_rarely_checked, clean.path, [])
+    of_an_exponent = 30
+    flipped = run_ranks(2, train_rarely_checked, broken.path, [(1, FLIPPED_AT, None, "norm.", of_an_exponent)])
+    (rollback,) = read_rollbacks(broken)
+    assert (rollback.step, rollback.bad_step) == (4, FLIPPED_AT + 1)
+    assert losses(broken) == losses(clean)
+    assert_equal(flipped, expected)
+
+
+def train_rarely_checked(path, flips):
+    return train(path, DP2, flips, replica_check_every=1000, on_bad_step="rollback")
 
 
 @pytest.mark.wide
 def test_a_frozen_weight_is_read_again_as_no_checkpoint_has_it(tmp_path):
     run = new_run(tmp_path / "run")
-    ours, theirs = run_ranks(2, _train_adapters, run.path)
+    ours, theirs = run_ranks(2, train_adapters, run.path)
     (rollback,) = read_rollbacks(run)
     assert rollback.reason.endswith("layers.0.feed_forward.w1.weight")
     assert_equal(ours, theirs)
 
 
-def _train_adapters(path):
+def train_adapters(path):
     return train(path, DP2, [(1, FLIPPED_AT, None, "layers.0.feed_forward.w1.weight")], strategy="lora")
 
 

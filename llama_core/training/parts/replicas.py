@@ -161,5 +161,5 @@ def _in_words(suspects: Sequence[Suspect], names: Sequence[str], *, has_majority
     if len(names) > 1:
         where += f" and {len(names) - 1} more"
     if has_majority:
-        return f"{who} differs from the other replicas in {where}"
+        return f"{who} differ{'s' if len(suspects) == 1 else ''} from the other replicas in {where}"
     return f"{who} are replicas, but differ in {where}"
