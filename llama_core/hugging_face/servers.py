@@ -7,8 +7,9 @@ also run.
 That is llama.cpp's row. Models of each type with few layers and random weights were written as ``export-hf`` writes
 them, converted by ``convert_hf_to_gguf.py --outtype f32`` with its check of the tokenizer taken out, and computed on a
 CPU with caches in fp32. Over 200 tokens, more than any window, the logits of models without a loss were within 1e-3
-standard deviations of transformers', and those of a Gemma 3 within 2.1e-3, since ggml looks GELU up in a table in fp16.
-Each marked loss was seen, and from the token on that it says. Tokenizers of published models were not converted.
+standard deviations of transformers', and those of a Gemma 3 within 2.1e-3, since ggml looks GELU up in a table in fp16;
+so were those with adapters of each type, through ``convert_lora_to_gguf.py``. Each marked loss was seen, from the token
+on that it tells of. Tokenizers of published models were not converted.
 """
 
 import json
@@ -34,7 +35,9 @@ Verdict = Literal["natively", "through transformers", "with a loss", "refused"]
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _SENTENCEPIECE = "tokenizer.model"
+_CHAT_TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class ExportedModel:
     def tokenizer(self) -> Mapping[str, Any]:
         """Its ``tokenizer.json``; empty without one."""
         file = self.folder / _TOKENIZER
+        return _read(file) if file.is_file() else {}
+
+    @cached_property
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        """Its ``tokenizer_config.json``; empty without one."""
+        file = self.folder / _TOKENIZER_CONFIG
         return _read(file) if file.is_file() else {}
 
     @property
@@ -185,7 +194,8 @@ def findings(folder: Path) -> list[ServerFinding]:
         WeightsError: if another file cannot be read.
     """
     if is_adapter_folder(folder):
-        return [_of_adapters(server, _adapters(folder)) for server in SERVERS]
+        adapters = _adapters(folder)
+        return [_of_adapters(server, adapters) for server in SERVERS]
     model = _model(folder)
     return [_of_model(server, model) for server in SERVERS]
 
@@ -401,6 +411,27 @@ def _has_unused_rows(model: ExportedModel) -> bool:
     return len(vocabulary) + len(model.tokenizer.get("added_tokens", ())) < model.spec.vocab_size
 
 
+def _has_two_templates(model: ExportedModel) -> bool:
+    """Return whether the chat template of ``tokenizer_config.json`` is another than that of its own file.
+
+    transformers takes the one of the file, and llama.cpp's converter the other one.
+    """
+    file = model.folder / _CHAT_TEMPLATE
+    inside = model.tokenizer_config.get("chat_template")
+    return inside is not None and file.is_file() and inside != file.read_text(errors="replace")
+
+
+def _has_unknown_ends(model: ExportedModel) -> bool:
+    """Return whether a text may end with a token that is not the tokenizer's EOS, nor one that llama.cpp knows."""
+    ends = model.config.get("eos_token_id")
+    if not isinstance(ends, list) or len(ends) < 2:
+        return False
+    eos = model.tokenizer_config.get("eos_token")
+    known = {*_ENDS_IN_LLAMA_CPP, eos.get("content") if isinstance(eos, dict) else eos}
+    names = {token["id"]: token["content"] for token in model.tokenizer.get("added_tokens", ())}
+    return any(names.get(end) not in known for end in ends)
+
+
 def _predicts_later(model: ExportedModel) -> bool:
     return bool(model.config.get("num_nextn_predict_layers"))
 
@@ -412,6 +443,12 @@ _WINDOWS_LOST = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 _LIKE_LLAMA = ("llama", "mistral", "mixtral")
 _BPE_ONLY = ("qwen3_moe", "olmo2", "olmo3", "gpt_oss", "llama4_text", "deepseek_v3")
 """Types whose converter reads no ``tokenizer.model``."""
+_ENDS_IN_LLAMA_CPP = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>"),
+    *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+)
+"""The tokens that end a text there by their names, src/llama-vocab.cpp."""
 _MERGE = "merge them (export-hf --merged)"
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's ``--max-lora-rank``."""
@@ -526,6 +563,13 @@ VLLM = Server(
             "transformers/base.py, embedding_modules",
             ("olmo2", "olmo3"),
         ),
+        Rule(
+            "loss",
+            lambda it: it.targets("kv_b_proj"),
+            f"adapters of kv_b_proj are left out where a text is continued; {_MERGE}",
+            "layers/attention/mla_attention.py, split_kv_b_proj",
+            ("deepseek_v3",),
+        ),
     ),
     adapter_commands=("vllm serve {base} --enable-lora --lora-modules {named} --max-lora-rank {rank}",),
 )
@@ -630,6 +674,22 @@ LLAMA_CPP = Server(
             _has_no_merges,
             "a tokenizer of bytes, without merges, is none that its converter knows",
             "conversion/base.py, get_vocab_base_pre",
+            was_run=True,
+        ),
+        Rule(
+            "loss",
+            _has_two_templates,
+            "its converter takes the chat template of tokenizer_config.json, and not chat_template.jinja: chats are "
+            "written otherwise; remove it there, or add --chat-template-file chat_template.jinja to llama-server",
+            "gguf-py/gguf/vocab.py, SpecialVocab",
+            was_run=True,
+        ),
+        Rule(
+            "loss",
+            _has_unknown_ends,
+            "of several tokens that end a text, a GGUF file names one and llama.cpp knows some by name, but not all of "
+            "these: give the others to the server as stop strings",
+            "gguf-py/gguf/vocab.py, SpecialVocab; src/llama-vocab.cpp, special_eog_ids",
             was_run=True,
         ),
         Rule(
@@ -823,6 +883,13 @@ LLAMA_CPP = Server(
             ("deepseek_v3",),
             was_run=True,
         ),
+        Rule(
+            "advice",
+            _in_fp32,
+            "weights in fp32 are converted to fp16 unless --outtype f32 is given",
+            "conversion/base.py, LlamaFileType.GUESSED",
+            was_run=True,
+        ),
     ),
     commands=(
         "python convert_hf_to_gguf.py {folder} --vocab-only --outfile {vocabulary}",
@@ -851,6 +918,22 @@ LLAMA_CPP = Server(
             lambda it: it.base is not None and it.base.spec.tied_embeddings and it.targets("embed_tokens"),
             f"it aborts on adapters of an embedding that is the head, too; {_MERGE}",
             "ggml/src/ggml.c, ggml_mul_mat",
+            was_run=True,
+        ),
+        Rule(
+            "refused",
+            lambda it: it.targets("kv_b_proj"),
+            f"adapters of kv_b_proj are not converted; {_MERGE}",
+            "convert_lora_to_gguf.py, LoraTorchTensor",
+            ("deepseek_v3",),
+            was_run=True,
+        ),
+        Rule(
+            "loss",
+            lambda it: it.targets("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+            f"adapters of q_proj, q_a_proj, q_b_proj and kv_a_proj_with_mqa are read, but not computed; {_MERGE}",
+            "src/models/deepseek2.cpp, ggml_mul_mat in place of build_lora_mm",
+            ("deepseek_v3",),
             was_run=True,
         ),
     ),

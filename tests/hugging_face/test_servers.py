@@ -191,9 +191,38 @@ def test_every_rule_of_a_server_is_met_by_some_folder(export, server):
     folders.append(export(PLAIN, "no-tokenizer", merges=None))
     folders.append(export(PLAIN, "bytes", merges=()))
     folders.append(export(GEMMA, "padded", tokens=100))
+    folders.append(with_two_templates(export(PLAIN, "templates")))
+    folders.append(with_ends(export(PLAIN, "ends"), "<stop>"))
     met = {note for folder in folders for note in notes(folder, server)}
     unmet = [rule.says for rule in server.rules if not any(_says(rule, note) for note in met)]
     assert unmet == []
+
+
+def with_two_templates(folder, inside="one", own="another"):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": inside}))
+    (folder / "chat_template.jinja").write_text(own)
+    return folder
+
+
+def with_ends(folder, *names, eos="<end>"):
+    """Write that a text ends with the tokenizer's EOS and with some other tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    added = [{"id": index, "content": name} for index, name in enumerate((eos, *names))]
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [token["id"] for token in added]}))
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    return folder
+
+
+def test_llama_cpp_takes_a_chat_template_beside_another_one(export):
+    assert verdicts(with_two_templates(export(PLAIN)))[-1] == LOSS
+    assert verdicts(with_two_templates(export(PLAIN, "same"), "one", "one"))[-1] == YES
+
+
+@pytest.mark.parametrize(("names", "verdict"), [((), YES), (("<|im_end|>",), YES), (("<|im_end|>", "<stop>"), LOSS)])
+def test_llama_cpp_ends_texts_with_tokens_that_it_knows_by_name(export, names, verdict):
+    assert verdicts(with_ends(export(PLAIN), *names))[-1] == verdict
 
 
 def _says(rule, note):
@@ -213,6 +242,9 @@ ADAPTERS = {
     "the head": (PLAIN, LoRA(target_modules=("q_proj", "lm_head")), YES, YES, YES),
     "the head of a Qwen 2": (USUAL["qwen2"], LoRA(target_modules=("q_proj", "lm_head")), NO, YES, YES),
     "the head through transformers": (USUAL["olmo2"], LoRA(target_modules=("q_proj", "lm_head")), NO, YES, YES),
+    "a latent of DeepSeek's keys": (DEEPSEEK, LoRA(target_modules=("kv_b_proj",)), LOSS, YES, NO),
+    "a latent of DeepSeek's queries": (DEEPSEEK, LoRA(target_modules=("q_a_proj",)), YES, YES, LOSS),
+    "the output of DeepSeek's attention": (DEEPSEEK, LoRA(target_modules=("o_proj",)), YES, YES, YES),
     "a tied head": (replace(PLAIN, tied_embeddings=True), LoRA(target_modules=("q_proj", "lm_head")), YES, YES, NO),
     "a tied embedding": (
         *(replace(PLAIN, tied_embeddings=True), LoRA(target_modules=("q_proj", "embed_tokens")), YES, YES, NO),
@@ -225,6 +257,18 @@ ADAPTERS = {
 def test_what_becomes_of_adapters_is_told(export, adapters, case):
     spec, lora, *expected = ADAPTERS[case]
     assert verdicts(adapters(lora, export(spec))) == expected
+
+
+@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
+def test_every_rule_of_a_server_on_adapters_is_met_by_some_folder(export, tmp_path, server):
+    met = set()
+    for number, (spec, lora, *_) in enumerate(ADAPTERS.values()):
+        folder = tmp_path / f"adapters-{number}"
+        folder.mkdir()
+        (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_json(lora, str(export(spec, f"base-{number}")))))
+        met.update(notes(folder, server))
+    unmet = [rule.says for rule in server.adapter_rules if not any(_says(rule, note) for note in met)]
+    assert unmet == []
 
 
 @pytest.mark.parametrize(("rank", "flag"), [(1, 1), (2, 8), (16, 16), (17, 32), (129, 256), (257, 320), (512, 512)])
