@@ -88,12 +88,15 @@ NO = "refused"
 OTHER = "through transformers"
 CASES = {
     "mistral's window": (replace(PLAIN, sliding_window=24), YES, LOSS, LOSS),
-    "windows in some layers": (*(replace(USUAL["qwen2"], sliding_window=24, windowed_layers=(2, 3)), NO, LOSS, LOSS),),
+    "windows in some layers": (replace(USUAL["qwen2"], sliding_window=24, windowed_layers=(2, 3)), NO, LOSS, LOSS),
     "other windows of a Gemma": (replace(GEMMA, windowed_layers=(0, 1)), YES, YES, LOSS),
     "other windows of a GPT-OSS": (replace(GPT, windowed_layers=(0, 1)), LOSS, YES, LOSS),
     "scaling of a Gemma": (replace(GEMMA, rope_scaling=LinearScaling(8.0)), YES, LOSS, YES),
     "scaling of a Gemma without windows": (
-        *(replace(GEMMA, **NO_WINDOWS, rope_scaling=LinearScaling(8.0)), YES, LOSS, LOSS),
+        replace(GEMMA, **NO_WINDOWS, rope_scaling=LinearScaling(8.0)),
+        YES,
+        LOSS,
+        LOSS,
     ),
     "scaling in windows": (replace(OLMO3, rope_scaling=LinearScaling(8.0)), OTHER, OTHER, LOSS),
     "another base in windows": (replace(OLMO3, windowed_rope_theta=1e3), OTHER, OTHER, LOSS),
@@ -101,7 +104,10 @@ CASES = {
     "a blend within pairs": (replace(PLAIN, rope_scaling=replace(YARN, truncate=False)), YES, YES, LOSS),
     "another amplitude": (replace(PLAIN, rope_scaling=YARN_OF_SCORES), YES, YES, LOSS),
     "YaRN of a DeepSeek-V3": (
-        *(replace(DEEPSEEK, rope_scaling=YARN_OF_SCORES, score_factor=yarn_amplitude(4.0) ** 2), YES, YES, YES),
+        replace(DEEPSEEK, rope_scaling=YARN_OF_SCORES, score_factor=yarn_amplitude(4.0) ** 2),
+        YES,
+        YES,
+        YES,
     ),
     "YaRN of cosines in a DeepSeek": (replace(DEEPSEEK, rope_scaling=YARN), YES, YES, LOSS),
     "YaRN of neither": (replace(DEEPSEEK, rope_scaling=YARN_OF_SCORES), YES, YES, LOSS),
@@ -247,7 +253,11 @@ ADAPTERS = {
     "the output of DeepSeek's attention": (DEEPSEEK, LoRA(target_modules=("o_proj",)), YES, YES, YES),
     "a tied head": (replace(PLAIN, tied_embeddings=True), LoRA(target_modules=("q_proj", "lm_head")), YES, YES, NO),
     "a tied embedding": (
-        *(replace(PLAIN, tied_embeddings=True), LoRA(target_modules=("q_proj", "embed_tokens")), YES, YES, NO),
+        replace(PLAIN, tied_embeddings=True),
+        LoRA(target_modules=("q_proj", "embed_tokens")),
+        YES,
+        YES,
+        NO,
     ),
 }
 """Adapters over a base, and what vLLM, SGLang and llama.cpp make of them."""
