@@ -397,6 +397,16 @@ def _write_chat_template(
             names = ", ".join(others)
             tell(f"left out the tokenizer's templates {names}: the run was trained with {template.name} alone")
         shutil.rmtree(folder / CHAT_TEMPLATES, ignore_errors=True)
+        _drop_template_of_config(folder)
+
+
+def _drop_template_of_config(folder: Path) -> None:
+    """Take the template out of ``tokenizer_config.json``: llama.cpp's converter prefers it to the file of its own."""
+    file = folder / TOKENIZER_CONFIG
+    if file.exists():
+        settings = json.loads(read_file(file))
+        if settings.pop("chat_template", None) is not None:
+            _write_json(file, settings)
 
 
 def _other_templates(folder: Path) -> list[str]:

@@ -70,6 +70,8 @@ def test_templates_that_the_run_did_not_learn_are_left_out_with_a_line(tokenizer
     out, told = exported(tokenizer({"default": DEFAULT} | OTHERS, in_files=in_files), chat_template="chatml")
     assert templates_of(out).startswith("\n{%- for message in messages -%}")
     assert "left out the tokenizer's templates rag, tool_use: the run was trained with ChatML alone" in told
+    # what does not prefer the file would take this one
+    assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
 
 
 def test_templates_of_a_repository_in_the_cache_are_copied_and_those_behind_other_links_are_not(
