@@ -237,3 +237,11 @@ def test_a_record_of_many_ranks_is_searched_once_for_each_different_text(monkeyp
     rank = {"host": f"node with {SECRETS['HF_TOKEN']}", "torch": "2.13.0", "python": "3.11.7"}
     assert not holds_secret(json.dumps(redacted_values({"ranks": [rank] * num_ranks})))
     assert sorted(calls) == sorted(["the environment", *rank.values()])
+
+
+@pytest.mark.parametrize("text", ["Bearer0123456789abcdef", "passwordhunter2", "HFTOKENx", "0123abcd", "a"])
+def test_no_pattern_of_a_secret_is_without_a_sign(text):
+    """So that texts of letters and digits need not be searched for each of them."""
+    patterns = [redaction._ADDRESS, redaction._ASSIGNED, *(pattern for pattern, _ in redaction._PATTERNS)]
+    assert not any(pattern.search(text) for pattern in patterns)
+    assert redacted(SECRETS["WANDB_API_KEY"]) == redaction.HIDDEN
