@@ -40,8 +40,8 @@ FP8_MULTIPLE = 16
 
 MANY_PARTS = 1024
 """Parts of a tensor in a checkpoint from which on listing them takes minutes for a large model."""
-PART_SECONDS = 25e-6
-"""What the first rank takes to list a part at every save, by benchmarks/scale.py; 17 µs to read it at a start."""
+PART_SECONDS = 20e-6
+"""What the first rank takes to list a part at every save, by ``benchmarks/scale.py``; it is read in nearly as long."""
 
 
 @dataclass(frozen=True)
