@@ -134,7 +134,7 @@ class Uploads:
         if run_id is None:
             run_id = uuid4().hex
             write_json(self.run.mirror, MirrorRecord(run_id))
-        is_new = self.mirror.claim() is None
+        is_new = CLAIM not in contents.others
         self.mirror.write_claim(Claim(run_id, self._fingerprint, self._job, gethostname(), now()))
         if is_new:
             time.sleep(SETTLING_SECONDS)
