@@ -5,7 +5,7 @@
 * ``peft``: folders of adapters
 * ``generation_config``: the tokens that end a text
 * ``pretrained``: where a run's initial weights are, a checkpoint of another run included, and whether they fit
-* ``servers``: what vLLM, SGLang and llama.cpp make of an exported folder
+* ``servers/``: what vLLM, SGLang and llama.cpp make of an exported folder
 * ``bases``: is the base of adapters still the same?
 
 ``config.config_json`` reads and writes ``config.json``, since a configuration may take its model from one.

@@ -164,7 +164,7 @@ def _check(export: "ExportSource", folder: Path, *, stays: bool) -> None:
     """Compare what others compute from an export with what the run computes, and say what servers make of it."""
     from llama_core.chain.downloads import fetch_weights
     from llama_core.evaluation.exports import check_export
-    from llama_core.hugging_face.servers import findings
+    from llama_core.hugging_face.servers.findings import findings
     from llama_core.runs.console import say
 
     tell = partial(say, "check")
