@@ -5,7 +5,7 @@ Models of each type with few layers and random weights were written as ``export-
 fp32. Over 200 tokens, more than any window, the logits of models without a loss were within 1e-3 standard deviations of
 transformers', and those of a Gemma 3 within 2.1e-3, since ggml looks GELU up in a table in fp16; so were those with
 adapters of each type, through ``convert_lora_to_gguf.py``. Each marked loss was seen, from the token on that it tells
-of. Tokenizers of published models were not converted.
+of. Of tokenizers, Llama 3's, Qwen 2's and a SentencePiece model were converted, and gave the same ids.
 """
 
 from llama_core.config.model_types import DEEPSEEK_V3, MODEL_TYPES
