@@ -131,7 +131,7 @@ def write_export(
                 _write_model(checkpoint, others, config, writing, dtype=dtype, generation=generation, tell=tell)
             if tokenizer is not None:
                 _tell_other_ids(tokenizer, config.data, writing, tell)
-            (writing / CARD).write_text(model_card(export, licence))
+            (writing / CARD).write_text(model_card(export, licence), encoding="utf-8")
             refuse_files_in(out)  # another export may have come first
             writing.replace(out)
     except OSError as error:

@@ -4,8 +4,10 @@ Nothing in it is made up. What no record says, such as the licence, is asked for
 missing says so. Paths of the machine that trained are left out too: they mean nothing elsewhere.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 from llama_core.config.hardware import gpu_spec
@@ -22,6 +24,7 @@ from llama_core.records.goodput import read_goodput
 from llama_core.records.hub import HubRecord, HubSource
 from llama_core.records.measurements import TrainingSummary
 from llama_core.records.metrics import read_metrics
+from llama_core.redaction import one_line
 from llama_core.runs.export_source import ExportSource
 from llama_core.runs.loading import load_plan
 from llama_core.units import counted, format_count, format_duration
@@ -42,6 +45,7 @@ _ALWAYS_TOLD = (
 )
 """The settings of the recipe that are told even if they have their defaults."""
 _TOLD_ELSEWHERE = frozenset({"training.steps", "training.epochs", "training.minutes"})
+_MARKUP = re.compile(r"[\\`*<>\[\]|]")
 _SECONDS_PER_HOUR = 3600
 _WATTS_PER_KILOWATT = 1000
 _NOT_WORK = frozenset({"queue", "stopped"})
@@ -65,7 +69,13 @@ def model_card(export: ExportSource, licence: str | None) -> str:
         "Results": _about_results(export),
         "Compute": _about_compute(export),
     }
-    lines = ["---", write_yaml(_metadata(export, hub.sources, licence)).rstrip(), "---", "", f"# {export.run.name}"]
+    lines = [
+        "---",
+        write_yaml(_metadata(export, hub.sources, licence)).rstrip(),
+        "---",
+        "",
+        f"# {_text(export.run.name)}",
+    ]
     for title, paragraphs in sections.items():
         lines += ["", f"## {title}", *(line for paragraph in paragraphs for line in ("", paragraph))]
     lines += ["", "Written by `training-infra export-hf` from the records of the run."]
@@ -111,14 +121,16 @@ def _about_data(export: ExportSource, sources: Sequence[HubSource]) -> Iterator[
     if mixed:
         rows = [(_told_source(sources, one.name), f"{100 * one.share:.3g} %", _epochs(one)) for one in mixed]
         yield _table(("Source", "Share", "Epochs"), rows)
-        yield from (f"Stage: {stage}." for stage in record.get("stages", ()))
+        yield from (f"Stage: {_text(stage)}." for stage in record.get("stages", ()))
     elif data.sources:
-        yield f"{counted(len(data.sources), 'source')}: {', '.join(sorted(data.sources))}."
+        yield f"{counted(len(data.sources), 'source')}: {_text(', '.join(sorted(data.sources)))}."
     else:
         named = _data_sets(sources)
         yield f"Documents of {', '.join(named)}." if named else "One source, which no record of the run names."
     if summary := record.get("summary"):
-        yield f"{summary}."
+        if template := record.get("chat_template"):  # perhaps a path
+            summary = summary.replace(template, Path(template).name)
+        yield f"{_text(summary)}."
 
 
 def _epochs(source: SourceStatistics) -> str:
@@ -274,4 +286,9 @@ def _cell(value: Any) -> str:
             value = "yes" if value else "no"
         case list():
             value = ", ".join(map(str, value))
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return _text(str(value))
+
+
+def _text(text: str) -> str:
+    """Return a text as Markdown that shows it as it is: ``<s>`` would strike out what follows."""
+    return _MARKUP.sub(r"\\\g<0>", one_line(text))

@@ -1,5 +1,6 @@
 """The model card of an export: what the records of its run say, and nothing else."""
 
+import os
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,6 +11,7 @@ from llama_core.config.run import RunConfig
 from llama_core.data.statistics import SourceStatistics
 from llama_core.records.activity import Activity, append_activities
 from llama_core.records.checkpoints import STATE
+from llama_core.records.directory import RunDirectory
 from llama_core.records.evaluations import Score, write_scores
 from llama_core.records.files import write_json
 from llama_core.records.held_out import HeldOutRows
@@ -95,13 +97,7 @@ def test_energy_is_at_most_that_of_the_devices_while_the_run_held_them(export):
 
 def test_nothing_is_made_up(export, tmp_path):
     run = export.run
-    for record in (
-        run.hub,
-        run.data,
-        run.goodput if hasattr(run, "goodput") else run.training,
-        run.environment,
-        run.plan,
-    ):
+    for record in (run.hub, run.data, run.training, run.environment, run.plan):
         record.unlink()
     metadata, rows = parts(model_card(export, None))
     assert "license" not in metadata
@@ -113,6 +109,28 @@ def test_nothing_is_made_up(export, tmp_path):
 
 def test_no_path_of_the_machine_is_on_a_card(export, tmp_path):
     assert str(tmp_path) not in model_card(export, None)
+
+
+def test_a_chat_template_is_told_by_its_name_and_not_by_its_path(export):
+    template = "/home/somebody/turns.jinja"
+    summary = f"9 conversations to train on, template: {template}"
+    write_json(export.run.data, DATA | {"chat_template": template, "summary": summary})
+    card = model_card(export, None)
+    assert "template: turns.jinja" in card
+    assert "somebody" not in card
+
+
+def test_markup_in_a_record_is_text(export):
+    write_json(export.run.data, DATA | {"summary": "a text begins with <s> and ends with </s>"})
+    assert r"begins with \<s\> and ends with \</s\>." in model_card(export, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "title"), [(b"bad\xff", r"# bad\\udcff"), (b"two\nlines", "# two lines"), (b"[x](y)*", r"# \[x\](y)\*")]
+)
+def test_any_name_of_a_run_is_a_title_of_one_line(export, tmp_path, name, title):
+    renamed = replace(export, run=RunDirectory(tmp_path / os.fsdecode(name)))
+    assert title in model_card(renamed, None).encode().decode().splitlines()
 
 
 def test_a_mean_of_checkpoints_has_no_scores(export):
