@@ -3,6 +3,7 @@
 # Shape suffixes: S sequence, P places, V vocabulary
 
 import importlib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,8 +125,9 @@ def _imported(package: str, folder: Path) -> Any:
 
 @contextmanager
 def _opening(folder: Path, package: str) -> Iterator[None]:
-    """Turn whatever a package of others has to say about a folder into one line."""
+    """Turn the error of a package of others into one line about a folder; its warnings are for its developers."""
     try:
-        yield
+        with warnings.catch_warnings(action="ignore"):
+            yield
     except Exception as error:
         raise WeightsError(f"{package} cannot open {folder}: {' '.join(str(error).split())}") from None
