@@ -5,6 +5,8 @@ repository as it was, and the next one sends only what is missing.
 """
 
 import glob
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +15,16 @@ from typing import TYPE_CHECKING
 from llama_core.errors import ConfigError, HubError, TrainingInfraError
 from llama_core.hub import CHAT_TEMPLATES, DESCRIPTION, HubName
 from llama_core.imports import how_to_install
+from llama_core.redaction import one_line, redacted
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_CAN_BE_CREATED = re.compile(r"(?=.{3,96}$)(?!.*\.git$)[^/]*\w/[^/]*\w")
+"""A name, among those that ``HubName`` can read, that ``create_repo`` takes."""
 _AGAIN = "run the same command again: what has arrived is not sent twice"
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN, with a token that may write there"
 
 
 def repository_to_push(text: str) -> HubName:
@@ -28,7 +34,7 @@ def repository_to_push(text: str) -> HubName:
         ConfigError: if it names none, or a part or a revision of one.
     """
     name = HubName.parse(text)
-    if name is None or name.repository != text:
+    if name is None or name.repository != text or not _CAN_BE_CREATED.fullmatch(text):
         raise ConfigError(f"--push {text} is no repository of the Hugging Face Hub; write it as ORG/NAME or USER/NAME")
     return name
 
@@ -100,11 +106,17 @@ def _is_of_weights(file: str) -> bool:
 def _api(name: HubName) -> "HfApi":
     try:
         import huggingface_hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError:
         raise HubError(
             f"a push to {name} needs the package 'huggingface_hub'; {how_to_install('huggingface_hub')}"
         ) from None
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what it warns of, we say
+    token = huggingface_hub.get_token() or ""
+    if not (token.isascii() and token.isprintable()):  # the error of a request would quote it
+        raise HubError(f"cannot push to {name}: the token has characters that no token has; {_LOG_IN}")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     return huggingface_hub.HfApi()
 
 
@@ -130,19 +142,12 @@ def _reason(error: BaseException) -> str:
         case errors.OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE forbids it; unset it"
         case errors.HfHubHTTPError() if error.response.status_code in {401, 403}:
-            return (
-                f"{where} refuses the token, if there is one; log in with `hf auth login`, or set HF_TOKEN, with a "
-                "token that may write there"
-            )
+            return f"{where} refuses the token, if there is one; {_LOG_IN}"
         case errors.HfHubHTTPError():
             said = error.server_message or f"status {error.response.status_code}"
-            return f"{where} answers: {_one_line(said)}; {_AGAIN}"
+            return f"{where} answers: {one_line(said)}; {_AGAIN}"
         case ValueError():  # of the card, by the Hub's own check
-            return f"{where} refuses a file: {_one_line(str(error))}"
+            return f"{where} refuses a file: {one_line(str(error))}"
         case _:
-            problem = f"{type(error).__name__}: {_one_line(str(error))}"
+            problem = f"{type(error).__name__}: {one_line(redacted(str(error)))}"
             return f"a request to {where} fails ({problem}); check the network, and {_AGAIN}"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())

@@ -96,6 +96,7 @@ def export_run(
         CheckpointError: if the weights are damaged or cannot be read, or ``out`` cannot be written.
     """
     export = find_export_source(run, step=step, average=average, dtype=dtype, merged=merged, tell=tell)
+    refuse_export(export, out)
     return write_export(export, out, licence=licence, tell=tell)
 
 
@@ -106,12 +107,11 @@ def write_export(
     licence: str | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Write what ``find_export_source`` has found; see ``export_run``."""
+    """Write what ``find_export_source`` has found and ``refuse_export`` has let pass; see ``export_run``."""
     config = export.config
     checkpoint = export.newest
     others = export.others
     dtype = export.dtype
-    _refuse(export, out)
     names = ", ".join(path.name for path in others)
     tell(f"{f'the mean of {names} and ' if others else ''}{checkpoint} in {dtype}")
     try:
@@ -171,7 +171,12 @@ def only_one(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _refuse(export: ExportSource, out: Path) -> None:
+def refuse_export(export: ExportSource, out: Path) -> None:
+    """Refuse what cannot be exported, or not to ``out``.
+
+    Raises:
+        ConfigError, WeightsError, CheckpointError: as ``export_run``.
+    """
     checkpoint = export.newest
     spec = export.config.spec
     if not export.is_adapter:

@@ -186,6 +186,21 @@ def test_a_token_that_may_not_write_is_found_out_before_the_weights_are_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("token", ["may\x0b-write", "may-wr\u00efte"])
+def test_a_token_that_no_request_can_carry_is_told_and_not_shown(run, hub, tmp_path, capsys, monkeypatch, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+    assert export(run, "--out", tmp_path / "out", *PUSH) == 2
+    told = "".join(capsys.readouterr())
+    assert "the token has characters that no token has; log in" in told
+    assert "may" not in told.replace("may write", "")
+
+
+def test_no_repository_is_created_for_an_export_that_is_refused(run, hub, capsys):
+    assert export(run, "--out", run.path, *PUSH) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    assert not hub.repositories
+
+
 def test_a_licence_that_the_hub_does_not_know_is_refused_before_the_weights_are_sent(run, hub, tmp_path, capsys):
     assert export(run, "--out", tmp_path / "out", "--push=org/mine", "--license=none-such") == 2
     assert 'refuses a file: Invalid metadata in README.md. - "license" must be' in capsys.readouterr().err
@@ -199,6 +214,12 @@ def test_a_licence_that_the_hub_does_not_know_is_refused_before_the_weights_are_
         (["--out=out", "--public"], "--public is about a repository"),
         (["--push=org/mine"], "--push needs the licence of the weights"),
         (["--push=mine", "--license=mit"], "--push mine is no repository"),
+        *(
+            ([f"--push={name}", "--license=mit"], f"--push {name} is no repository")
+            for name in ("org/x.git", "org-/x", "o/x.")
+        ),
+        (["--out=out", "--license="], "--license '' is no licence that the Hub knows; write --license apache-2.0"),
+        (["--out=out", "--license=mit\nbase_model: x"], r"--license 'mit\nbase_model: x' is no licence"),
         (["--push=org/mine@main", "--license=mit"], "--push org/mine@main is no repository"),
         (["--push=org/mine/part", "--license=mit"], "--push org/mine/part is no repository"),
     ],

@@ -1,6 +1,7 @@
 """The commands that use a run's weights: ``generate`` and ``export-hf``."""
 
 import argparse
+import re
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,6 +32,11 @@ from training_infra.lines import print_line, print_pieces
 
 if TYPE_CHECKING:
     from llama_core.runs.export_source import ExportSource
+
+
+_LICENCES = (
+    "--license apache-2.0, llama3.2, other or another name of https://huggingface.co/docs/hub/repositories-licenses"
+)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -112,7 +118,7 @@ GENERATE = Command(
 def _export_hf(options: argparse.Namespace) -> None:
     from llama_core.hugging_face.push import open_repository, push_folder, repository_to_push
     from llama_core.runs.console import say
-    from llama_core.runs.export import write_export
+    from llama_core.runs.export import refuse_export, write_export
     from llama_core.runs.export_source import find_export_source
     from llama_core.storage.folders import copy_folder, refuse_files_at
 
@@ -128,13 +134,14 @@ def _export_hf(options: argparse.Namespace) -> None:
         merged=options.merged,
         tell=tell,
     )
-    if repository is not None:  # a token that may not write there is found out before the weights are written
-        open_repository(repository, public=options.public, tell=tell)
     with ExitStack() as stack:
         folder = options.out
         if not isinstance(folder, Path):
             temporary = stack.enter_context(TemporaryDirectory(prefix="export-", dir=own_folder(cache_directory(None))))
             folder = Path(temporary) / export.run.name
+        refuse_export(export, folder)
+        if repository is not None:  # a token that may not write there is found out before the weights are written
+            open_repository(repository, public=options.public, tell=tell)
         write_export(export, folder, licence=options.license, tell=tell)
         if options.check:
             _check(export, folder, stays=isinstance(options.out, Path))
@@ -148,16 +155,17 @@ def _export_hf(options: argparse.Namespace) -> None:
 
 
 def _refuse_unfit(options: argparse.Namespace) -> None:
-    """Refuse options of ``export-hf`` that need one another."""
+    """Refuse options of ``export-hf`` that need one another, and a licence that is no name of one."""
     if options.out is None and options.push is None:
         raise ConfigError("nowhere to write to; name a folder with --out, a repository with --push, or both")
     if options.push is None and options.public:
         raise ConfigError("--public is about a repository; name it with --push, or drop --public")
     if options.push is not None and options.license is None:
         raise ConfigError(
-            "--push needs the licence of the weights for their card, since no record says it: --license apache-2.0, "
-            "llama3.2, other or another name of https://huggingface.co/docs/hub/repositories-licenses"
+            f"--push needs the licence of the weights for their card, since no record says it: {_LICENCES}"
         )
+    if options.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", options.license):
+        raise ConfigError(f"--license {options.license!r} is no licence that the Hub knows; write {_LICENCES}")
 
 
 def _check(export: "ExportSource", folder: Path, *, stays: bool) -> None:
