@@ -1,6 +1,7 @@
 """Check an export: whether transformers computes from its files what the run has learnt."""
 
 import gc
+import importlib
 import importlib.metadata
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +11,10 @@ from typing import Any
 
 from llama_core.data.datasets import rows_spread_evenly
 from llama_core.data.tokenizer import PROBES, model_tokenizer
-from llama_core.errors import ConfigError, DataError, WeightsError
+from llama_core.errors import ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.evaluation.generate import choose_device, find_model
 from llama_core.evaluation.held_out import LossOnData
-from llama_core.imports import importing_torch
+from llama_core.imports import how_to_install, importing_torch
 from llama_core.runs.export import has_tokenizer
 from llama_core.runs.export_source import ExportSource
 
@@ -76,6 +77,22 @@ class ExportCheck:
             yield f"AutoTokenizer cuts {self.num_texts} texts into the tokens that the run learnt"
 
 
+def refuse_missing_packages(export: ExportSource) -> None:
+    """Refuse to check an export that nothing here can open.
+
+    Raises:
+        EnvironmentMismatchError: if transformers, or PEFT for adapters, cannot be imported.
+    """
+    for package in ("transformers", "peft") if export.is_adapter else ("transformers",):
+        try:
+            with importing_torch():
+                importlib.import_module(package)
+        except ImportError as error:
+            raise EnvironmentMismatchError(
+                f"--check opens the export with {package}: {error}; {how_to_install(package)}"
+            ) from None
+
+
 def check_export(
     export: ExportSource, folder: Path, *, device: str | None = None, tell: Callable[[str], None] = lambda text: None
 ) -> ExportCheck:
@@ -90,10 +107,11 @@ def check_export(
         tell: called with a line about what is done, if it is not the usual.
 
     Raises:
-        DoesNotFitError, EnvironmentMismatchError: if there is no such device, or it is too small.
+        DoesNotFitError, EnvironmentMismatchError: if there is no such device, it is too small, or a package is missing.
         WeightsError: if the package cannot open the export or computes something else, or if the export's predictions
             are not those of the run.
     """
+    refuse_missing_packages(export)
     with importing_torch():
         from llama_core.evaluation.inference.next_tokens import TheirModel, logits_of
         from llama_core.training.stored_weights import whole_model

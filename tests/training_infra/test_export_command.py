@@ -1,6 +1,7 @@
 """``export-hf``: what is checked before others use an export, and what is pushed to the Hub."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -193,6 +194,14 @@ def test_a_token_that_no_request_can_carry_is_told_and_not_shown(run, hub, tmp_p
     told = "".join(capsys.readouterr())
     assert "the token has characters that no token has; log in" in told
     assert "may" not in told.replace("may write", "")
+
+
+def test_a_package_that_the_check_needs_is_missed_before_anything_is_written(run, hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert export(run, "--out", tmp_path / "out", *PUSH, "--check") == 2
+    assert "--check opens the export with transformers: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert not hub.repositories
 
 
 def test_no_repository_is_created_for_an_export_that_is_refused(run, hub, capsys):

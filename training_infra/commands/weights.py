@@ -116,6 +116,7 @@ GENERATE = Command(
 
 
 def _export_hf(options: argparse.Namespace) -> None:
+    from llama_core.evaluation.exports import refuse_missing_packages
     from llama_core.hugging_face.push import open_repository, push_folder, repository_to_push
     from llama_core.runs.console import say
     from llama_core.runs.export import refuse_export, write_export
@@ -140,6 +141,8 @@ def _export_hf(options: argparse.Namespace) -> None:
             temporary = stack.enter_context(TemporaryDirectory(prefix="export-", dir=own_folder(cache_directory(None))))
             folder = Path(temporary) / export.run.name
         refuse_export(export, folder)
+        if options.check:
+            refuse_missing_packages(export)
         if repository is not None:  # a token that may not write there is found out before the weights are written
             open_repository(repository, public=options.public, tell=tell)
         write_export(export, folder, licence=options.license, tell=tell)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llama_core.errors import EnvironmentMismatchError, WeightsError
+from llama_core.errors import WeightsError
 from llama_core.evaluation.inference.scoring import objective_of
 from llama_core.hugging_face.peft import base_of, is_adapter_folder
 from llama_core.hugging_face.pretrained import is_checkpoint
-from llama_core.imports import how_to_install
 from llama_core.models.batch import Batch
 from llama_core.models.head import HeadInputs, logits
 from llama_core.models.llama import Llama
@@ -59,8 +58,7 @@ class TheirModel:
         device: cpu or cuda.
 
     Raises:
-        EnvironmentMismatchError: if the package is not installed.
-        WeightsError: if it cannot open the folder, or finds other weights there than its model has.
+        WeightsError: if the package cannot open the folder, or finds other weights there than its model has.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -72,7 +70,7 @@ class TheirModel:
                 f"PEFT cannot open {folder}: its base {whole} is a checkpoint; export that run too and name its folder "
                 "in adapter_config.json, or export this one with --merged"
             )
-        transformers = _quiet_transformers(folder)
+        transformers = _quiet_transformers()
         with _opening(folder, "transformers"):
             self._model, found = transformers.AutoModelForCausalLM.from_pretrained(
                 str(whole), dtype=torch.float32, output_loading_info=True, **_FROM_HERE
@@ -82,7 +80,8 @@ class TheirModel:
                 first = min(map(str, names))
                 raise WeightsError(f"transformers finds {kind.replace('_', ' ')} in {folder}: {first} and others")
         if is_adapter:
-            peft = _imported("peft", folder)
+            import peft
+
             with _opening(folder, "peft"):
                 self._model = peft.PeftModel.from_pretrained(self._model, str(folder))
         self._model.to(device).eval()
@@ -100,27 +99,18 @@ def their_tokenizer(folder: Path) -> Any:
     """Return a folder's tokenizer as transformers opens it.
 
     Raises:
-        EnvironmentMismatchError, WeightsError: as ``TheirModel``.
+        WeightsError: if transformers cannot open it.
     """
-    transformers = _quiet_transformers(folder)
+    transformers = _quiet_transformers()
     with _opening(folder, "transformers"):
         return transformers.AutoTokenizer.from_pretrained(str(folder), **_FROM_HERE)
 
 
-def _quiet_transformers(folder: Path) -> Any:
-    transformers = _imported("transformers", folder)
+def _quiet_transformers() -> Any:
+    transformers: Any = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-def _imported(package: str, folder: Path) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise EnvironmentMismatchError(
-            f"--check opens {folder} with {package}: {error}; {how_to_install(package)}"
-        ) from None
 
 
 @contextmanager
