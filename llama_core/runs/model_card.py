@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.parameter_counts import counts_in_words
 from llama_core.config.run import RunConfig
+from llama_core.config.settings import SAMPLE
 from llama_core.config.strict_yaml import write_yaml
 from llama_core.data.statistics import SourceStatistics
 from llama_core.errors import CheckpointError, RunDirectoryError
@@ -124,6 +125,8 @@ def _about_data(export: ExportSource, sources: Sequence[HubSource]) -> Iterator[
         yield from (f"Stage: {_text(stage)}." for stage in record.get("stages", ()))
     elif data.sources:
         yield f"{counted(len(data.sources), 'source')}: {_text(', '.join(sorted(data.sources)))}."
+    elif data.source == SAMPLE:
+        yield "The source code of Python's standard library."
     else:
         named = _data_sets(sources)
         yield f"Documents of {', '.join(named)}." if named else "One source, which no record of the run names."

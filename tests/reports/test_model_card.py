@@ -120,6 +120,20 @@ def test_a_chat_template_is_told_by_its_name_and_not_by_its_path(export):
     assert "somebody" not in card
 
 
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("sample", "The source code of Python's standard library."),
+        ("/data/own.jsonl", "One source, which no record of the run names."),
+    ],
+)
+def test_a_source_is_told_if_it_is_everybodys(export, source, said):
+    export.run.data.unlink()
+    export.run.hub.unlink()
+    config = export.config.model_copy(update={"data": export.config.data.model_copy(update={"source": source})})
+    assert said in model_card(replace(export, config=config), None).splitlines()
+
+
 def test_markup_in_a_record_is_text(export):
     write_json(export.run.data, DATA | {"summary": "a text begins with <s> and ends with </s>"})
     assert r"begins with \<s\> and ends with \</s\>." in model_card(export, None)
