@@ -27,7 +27,7 @@ _SAME = 1e-3
 """Largest difference of two logits, in standard deviations of a place's logits, that rounding in fp32 explains.
 
 Between transformers and this engine it is 1e-6 to 1e-4; a wrong frequency or scale makes it 0.01 to 1."""
-_MAX_ROUNDING = 0.02
+_MAX_ROUNDING = 0.05
 """Largest mean divergence, in nats, that rounding weights to 16 bits explains."""
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _CAN_BE_CREATED = re.compile(r"(?=.{3,96}$)(?!.*\.git$)[^/]*\w/[^/]*\w")
 """A name, among those that ``HubName`` can read, that ``create_repo`` takes."""
+_CARD = "README.md"
 _AGAIN = "run the same command again: what has arrived is not sent twice"
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN, with a token that may write there"
 
@@ -73,7 +74,7 @@ def push_folder(folder: Path, name: HubName, *, message: str, tell: Callable[[st
         folder: an export; its ``README.md`` becomes the model card.
         name: an open repository.
         message: that of the commit.
-        tell: called with a line about what is removed.
+        tell: called with a line about what is removed, and about a model card that is replaced.
 
     Raises:
         HubError: if something cannot be uploaded; the repository is as it was then.
@@ -81,11 +82,12 @@ def push_folder(folder: Path, name: HubName, *, message: str, tell: Callable[[st
     api = _api(name)
     ours = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     with _explained(name):
-        stale = sorted(
-            file for file in api.list_repo_files(name.repository) if _is_of_weights(file) and file not in ours
-        )
+        there = api.list_repo_files(name.repository)
+        stale = sorted(file for file in there if _is_of_weights(file) and file not in ours)
         if stale:
             tell(f"removes {', '.join(stale)} from {name}: of other weights")
+        if _CARD in there and _CARD in ours:  # somebody may have written it by hand
+            tell(f"replaces {_CARD} of {name}; the old one stays in the history of the repository")
         commit = api.upload_folder(
             repo_id=name.repository,
             folder_path=folder,

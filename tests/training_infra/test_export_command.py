@@ -154,14 +154,17 @@ def test_a_push_that_was_interrupted_changes_nothing_and_the_next_one_sends_the_
 
 def test_files_of_other_weights_go_and_all_others_stay(run, hub, tmp_path, capsys):
     shard = "model-00002-of-00002.safetensors"
+    card = {"README.md": b"by hand"}
     others = {"model.gguf": b"quantised", "notes/model.safetensors": b"kept", "plot.png": b"a plot"}
     old = {shard: b"old", "tokenizer.model": b"old", "additional_chat_templates/rag.jinja": b"old"}
-    hub.add("models/org/mine", others | old, is_private=True)
+    hub.add("models/org/mine", others | old | card, is_private=True)
     assert export(run, "--out", tmp_path / "out", *PUSH) == 0
     files = files_of(hub)
     assert others.items() <= files.items()
     assert not old.keys() & files.keys()
-    assert f"removes additional_chat_templates/rag.jinja, {shard}, tokenizer.model" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"removes additional_chat_templates/rag.jinja, {shard}, tokenizer.model" in told
+    assert "replaces README.md of org/mine" in told
 
 
 def test_a_public_repository_shows_no_weights_that_were_not_said_to_be_public(run, hub, tmp_path, capsys):
