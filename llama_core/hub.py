@@ -45,6 +45,7 @@ DESCRIPTION = (
 CHAT_TEMPLATES = "additional_chat_templates"
 """The folder of a tokenizer's other templates, such as the one for conversations with tools; they belong to it too."""
 _CHAT_TEMPLATE = re.compile(rf"{CHAT_TEMPLATES}/[^/]+\.jinja")
+_LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 _MAIN = "main"
 _PART = "[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 _NAME = re.compile(
@@ -250,6 +251,14 @@ def _no_bar() -> type[Any]:
     return type("NoBar", (tqdm.tqdm,), {"__init__": begin})
 
 
+def is_token_malformed() -> bool:
+    """Return whether no request can carry the user's token; the error of one would quote it."""
+    from huggingface_hub import get_token
+
+    token = get_token() or ""
+    return not (token.isascii() and token.isprintable())
+
+
 @contextmanager
 def _explained(name: HubName) -> Iterator[None]:
     """Turn the errors of ``huggingface_hub``, and those of the network below it, into one line about ``name``."""
@@ -258,6 +267,8 @@ def _explained(name: HubName) -> Iterator[None]:
     except TrainingInfraError:
         raise
     except Exception as error:  # each version has another library for HTTP
+        if is_token_malformed():
+            raise HubError(f"{name} cannot be had: the token has characters that no token has; {_LOG_IN}") from None
         raise HubError(_reason(name, error)) from None
 
 
@@ -270,19 +281,18 @@ def _reason(name: HubName, error: BaseException) -> str:
     where = constants.ENDPOINT
     cache = constants.HF_HUB_CACHE
     absent = f"is neither here nor whole in {cache}"
-    log_in = "log in with `hf auth login` or set HF_TOKEN"
     match error:
         case errors.GatedRepoError():
-            reason = f"is gated: ask for access at {name.url}, then {log_in}"
+            reason = f"is gated: ask for access at {name.url}, then {_LOG_IN}"
         case errors.RepositoryNotFoundError():
-            reason = f"is neither here nor a {name.kind} of {where}; correct the name or, if it is private, {log_in}"
+            reason = f"is neither here nor a {name.kind} of {where}; correct the name or, if it is private, {_LOG_IN}"
         case errors.RevisionNotFoundError():
             reason = f"is no revision of {name.url}; name a branch, a tag or a commit of it"
         case errors.OfflineModeIsEnabled():
             reason = f"{absent}, and HF_HUB_OFFLINE forbids to download it; name a folder here"
         case errors.HfHubHTTPError():
             status = error.response.status_code
-            remedy = f"the token is wrong: {log_in}" if status in {401, 403} else "try again later"
+            remedy = f"the token is wrong: {_LOG_IN}" if status in {401, 403} else "try again later"
             reason = f"cannot be had: {where} answers {status}; {remedy}"
         case OSError(errno=errno.ENAMETOOLONG) | ValueError() if not isinstance(error, JSONDecodeError):
             what = error.strerror if isinstance(error, OSError) else str(error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llama_core.errors import ConfigError, HubError, TrainingInfraError
-from llama_core.hub import CHAT_TEMPLATES, DESCRIPTION, HubName
+from llama_core.hub import CHAT_TEMPLATES, DESCRIPTION, HubName, is_token_malformed
 from llama_core.imports import how_to_install
 from llama_core.redaction import one_line, redacted
 
@@ -114,9 +114,6 @@ def _api(name: HubName) -> "HfApi":
             f"a push to {name} needs the package 'huggingface_hub'; {how_to_install('huggingface_hub')}"
         ) from None
     huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # what it warns of, we say
-    token = huggingface_hub.get_token() or ""
-    if not (token.isascii() and token.isprintable()):  # the error of a request would quote it
-        raise HubError(f"cannot push to {name}: the token has characters that no token has; {_LOG_IN}")
     if not sys.stderr.isatty():
         disable_progress_bars()
     return huggingface_hub.HfApi()
@@ -143,6 +140,8 @@ def _reason(error: BaseException) -> str:
     match error:
         case errors.OfflineModeIsEnabled():
             return "HF_HUB_OFFLINE forbids it; unset it"
+        case _ if is_token_malformed():
+            return f"the token has characters that no token has; {_LOG_IN}"
         case errors.HfHubHTTPError() if error.response.status_code in {401, 403}:
             return f"{where} refuses the token, if there is one; {_LOG_IN}"
         case errors.HfHubHTTPError():

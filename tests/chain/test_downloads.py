@@ -346,6 +346,14 @@ def test_the_token_is_sent_to_the_hub_and_kept_nowhere(hub, tmp_path, monkeypatc
     assert not [path for path in files if token.encode() in path.read_bytes()]
 
 
+@pytest.mark.parametrize("token", ["hf_abc\x0bDEF123456", "hf_abc\u00efDEF123456"])
+def test_a_token_that_no_request_can_carry_is_a_line_without_it(hub, tmp_path, monkeypatch, token):
+    monkeypatch.setenv("HF_TOKEN", token)
+    problem = refusal(tmp_path, model="org/tiny")
+    assert problem.startswith("org/tiny cannot be had: the token has characters that no token has; log in")
+    assert "DEF" not in problem
+
+
 def test_without_a_network_a_name_that_is_not_in_the_cache_is_a_line(hub, tmp_path, monkeypatch):
     set_up(monkeypatch, unreachable(), tmp_path / "cache")
     told = refusal(tmp_path, model="org/tiny")
