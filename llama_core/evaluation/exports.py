@@ -17,6 +17,7 @@ from llama_core.evaluation.held_out import LossOnData
 from llama_core.imports import how_to_install, importing_torch
 from llama_core.runs.export import has_tokenizer
 from llama_core.runs.export_source import ExportSource
+from llama_core.units import counted
 
 _MAX_ROWS = 4
 _MAX_TOKENS = 4096
@@ -65,8 +66,8 @@ class ExportCheck:
         """Yield a line for each comparison."""
         yield (
             f"{self.package} computes the same from these files as this engine: logits differ by at most "
-            f"{self.reading.difference:.1e} of their standard deviation, in {self.num_places} places of "
-            f"{self.num_rows} rows ({self.rows})"
+            f"{self.reading.difference:.1e} of their standard deviation, in {counted(self.num_places, 'place')} of "
+            f"{counted(self.num_rows, 'row')} ({self.rows})"
         )
         if self.rounding is not None:
             yield (

@@ -54,6 +54,15 @@ def test_transformers_computes_from_an_export_what_the_run_has_learnt(run, tmp_p
     assert "AutoTokenizer cuts 4 texts into the tokens that the run learnt" in told
 
 
+def test_one_row_is_counted_as_one(tmp_path, capsys):
+    text = tmp_path / "one.jsonl"
+    text.write_text('{"text": "hello"}\n')
+    settings = {"data": {"validation": str(text)}, "training": {"seq_len": 64}}
+    run = save_run(tmp_path / "mine", settings, lambda engine, step: make_lively(engine.model, step))
+    assert export(run, "--out", tmp_path / "out", "--check") == 0
+    assert "in 64 places of 1 row (held out)" in capsys.readouterr().out
+
+
 def with_wrong_files(monkeypatch, change):
     """Let exports write something else than they should."""
     write = stored_weights.write_hugging_face
