@@ -214,14 +214,14 @@ def print_variants(variants: "Sequence[ModelVariant]", device: str, *, markdown:
             )
         return
     print_line(
-        f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>9}"
+        f"{'model':<22}{'parameters':>18}{'layers':>8}{'hidden':>8}{'heads':>7}{'kv':>5}{'vocab':>9}{'context':>12}"
         f"{'full':>16}{'LoRA':>16}{'QLoRA':>16}   fewest {device} x GiB used"
     )
     for one in variants:
         spec = one.spec
         print_line(
             f"{spec.name:<22}{spec.num_parameters:>18,}{spec.num_layers:>8}{spec.hidden_size:>8}{spec.num_heads:>7}"
-            f"{spec.num_kv_heads:>5}{spec.vocab_size:>9,}{spec.max_context:>9,}"
+            f"{spec.num_kv_heads:>5}{spec.vocab_size:>9,}{spec.max_context:>12,}"
             f"{_least(one.full):>16}{_least(one.lora):>16}{_least(one.qlora):>16}"
         )
 

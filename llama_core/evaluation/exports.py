@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from llama_core.data.datasets import rows_spread_evenly
-from llama_core.data.tokenizer import PROBES, model_tokenizer
+from llama_core.data.end_tokens import learnt_template, trains_on_conversations
+from llama_core.data.tokenizer import PROBES, Tokenizer, model_tokenizer
 from llama_core.errors import ConfigError, DataError, EnvironmentMismatchError, WeightsError
 from llama_core.evaluation.generate import choose_device, find_model
 from llama_core.evaluation.held_out import LossOnData
 from llama_core.imports import how_to_install, importing_torch
-from llama_core.runs.export import has_tokenizer
+from llama_core.redaction import one_line
+from llama_core.runs.export import CHAT_TEMPLATE, has_tokenizer
 from llama_core.runs.export_source import ExportSource
 from llama_core.units import counted
 
@@ -197,7 +199,25 @@ def _check_tokenizer(export: ExportSource, folder: Path, tell: Callable[[str], N
     learnt, found = own.encode_input(text), list(theirs(text)["input_ids"])
     if found != learnt:
         tell(f"AutoTokenizer frames a text otherwise: {_ends(found)}, and the run learnt {_ends(learnt)}")
+    if trains_on_conversations(export.newest):
+        _check_template(export, folder, own, theirs)
     return len(PROBES)
+
+
+def _check_template(export: ExportSource, folder: Path, own: Tokenizer, theirs: Any) -> None:
+    """Compare the tokens that transformers' chat template makes of a question with those that the run learnt."""
+    asked = [{"role": "user", "content": PROBES[0]}]
+    template = learnt_template(export.newest, export.config, own)
+    [learnt] = own.encode_rendered([template.render(asked, add_generation_prompt=True)])
+    try:
+        found = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except Exception as error:  # whatever a template raises
+        raise WeightsError(f"{folder}: transformers cannot render its chat template: {one_line(str(error))}") from None
+    if list(found) != learnt.ids.tolist():
+        raise WeightsError(
+            f"{folder} is wrong: its chat template begins an answer with {list(found)}, and the run learnt "
+            f"{learnt.ids.tolist()} with {template.name}; correct its {CHAT_TEMPLATE}"
+        )
 
 
 def _ends(ids: Sequence[int]) -> str:
@@ -216,7 +236,8 @@ def _agreement(expected: Sequence[Any], found: Sequence[Any]) -> Agreement:
 
     one = torch.cat(list(expected)).double()
     other = torch.cat(list(found)).double()
-    in_deviations = (one - other).abs().amax(1) / one.std(1)
+    tiny = torch.finfo(one.dtype).tiny  # an untouched head gives all tokens one logit
+    in_deviations = (one - other).abs().amax(1) / one.std(1).clamp_min(tiny)
     log_one, log_other = one.log_softmax(1), other.log_softmax(1)
     divergence = (log_one.exp() * (log_one - log_other)).sum(1).mean()
     same = (one.argmax(1) == other.argmax(1)).double().mean()

@@ -265,7 +265,9 @@ def test_a_flag_of_other_software_is_answered_with_ours(told, argument, meant):
 
 def test_models_lists_every_variant_with_its_parameters(shell):
     assert list(json.loads(shell("models", "--json").stdout)) == model_names()
-    assert "405,853,388,800" in shell("models").stdout
+    table = shell("models").stdout
+    assert "405,853,388,800" in table
+    assert " 202,048  10,485,760 " in table  # the longest context of all stands apart from the column before
 
 
 def test_a_memory_estimate_is_a_table_by_category_without_torch():

@@ -12,6 +12,7 @@ from saved_runs import make_lively, save_run
 from toy_hub import ToyHub
 from transformers.models.llama import modeling_llama
 
+from llama_core.records.files import write_json
 from llama_core.training import stored_weights
 from training_infra import cli
 
@@ -120,6 +121,31 @@ def test_a_wrong_export_is_told_and_not_pushed(run, hub, tmp_path, capsys, monke
     assert said in error
     assert error.count("\n") == 1
     assert files_of(hub) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (None, ""),
+        (lambda text: text.replace("assistant", "model"), "its chat template begins an answer with ["),
+        (
+            lambda text: "{{ raise_exception('no roles here') }}",
+            "transformers cannot render its chat template: no roles",
+        ),
+    ],
+)
+def test_a_conversation_begins_for_others_as_the_run_learnt(tmp_path, capsys, monkeypatch, change, said):
+    settings = {"data": {"chat_template": "chatml"}}
+    run = save_run(tmp_path / "mine", settings, lambda engine, step: make_lively(engine.model, step))
+    write_json(run.data, {"chat_template": "ChatML"})
+    if change is not None:
+        with_wrong_files(monkeypatch, lambda folder: change_text(folder / "chat_template.jinja", change))
+    assert export(run, "--out", tmp_path / "out", "--check") == (0 if change is None else 2)
+    assert said in capsys.readouterr().err
+
+
+def change_text(file, change):
+    file.write_text(change(file.read_text()))
 
 
 def test_a_package_that_computes_something_else_is_told(run, tmp_path, capsys, monkeypatch):
