@@ -115,6 +115,12 @@ def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[Ran
     return sorted(exits, key=lambda rank_exit: rank_exit.ended_at)
 
 
+def read_all_rank_exits(run: RunDirectory) -> list[RankExit]:
+    """Return how the ranks of all attempts ended, in order of time."""
+    paths = (run.logs / "exits").glob("*/rank-*.json")
+    return sorted((read_typed(path, RankExit, run.path) for path in paths), key=lambda one: one.ended_at)
+
+
 def request_cancellation(run: RunDirectory, job: JobRecord) -> None:
     """Tell the ranks of ``job`` to end it for good."""
     write_json(_cancel_path(run), {"job_id": job.job_id, "submitted_at": job.submitted_at, "requested_at": now()})

@@ -96,7 +96,7 @@ def read_goodput(run: RunDirectory, metrics: "pa.Table | None" = None) -> Goodpu
         RunDirectoryError: naming a file that is damaged.
     """
     activities = read_activities(run)
-    steps = list(_taken_steps(run, read_metrics(run) if metrics is None else metrics))
+    steps = list(taken_steps(run, read_metrics(run) if metrics is None else metrics))
     return Goodput(tuple(split_time(activities, steps))) if activities and steps else None
 
 
@@ -112,7 +112,7 @@ def split_time(activities: Sequence[Activity], steps: Sequence[TakenStep]) -> li
     """
     attempts: list[dict[TimePart, float]] = []
     before: float | None = None
-    groups = _by_attempt(activities)
+    groups = by_attempt(activities)
     starts = [next((a.since for a in group if a.part != "queue"), group[0].since) for group in groups]
     for group, start, following in zip(groups, starts, [*starts[1:], float("inf")], strict=True):
         own = [step for step in steps if start <= step.ended < following]
@@ -150,7 +150,8 @@ def _divide(parts: dict[TimePart, float], steps: Sequence[TakenStep]) -> None:
     parts["other"] += max(0.0, available - scale * explained)
 
 
-def _by_attempt(activities: Sequence[Activity]) -> list[list[Activity]]:
+def by_attempt(activities: Sequence[Activity]) -> list[list[Activity]]:
+    """Return what the first rank did, attempt by attempt; an activity with the part ``queue`` begins one."""
     groups: list[list[Activity]] = []
     for activity in activities:
         if activity.part == "queue" or not groups:
@@ -167,7 +168,8 @@ def _added(attempts: Iterable[Mapping[TimePart, float]]) -> dict[TimePart, float
     return total
 
 
-def _taken_steps(run: RunDirectory, metrics: "pa.Table") -> Iterable[TakenStep]:
+def taken_steps(run: RunDirectory, metrics: "pa.Table") -> Iterable[TakenStep]:
+    """Yield the steps that a run has ever taken, those that it has done again last; see ``read_goodput``."""
     for row in metrics.select(COLUMNS_OF_TIMES).drop_null().to_pylist():  # a file of somebody else may lack them
         yield TakenStep(row["time"], row["step_seconds"], row["data_seconds"], counts=True)
     for step in {step.time: step for step in read_lines(run.repeated_steps, _Times, run.path)}.values():

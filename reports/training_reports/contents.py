@@ -15,6 +15,7 @@ from llama_core.config.section import LARGEST
 from llama_core.config.stages import TrainingStage
 from llama_core.config.strict_yaml import MAX_BYTES_OF_YAML, parse_yaml
 from llama_core.errors import ConfigError, RunDirectoryError, TrainingInfraError
+from llama_core.launch.recoveries import Recovery, read_recoveries
 from llama_core.objectives.registry import DEFAULT_OBJECTIVE, OBJECTIVES
 from llama_core.planning.memory.host import FREED, HostMemory
 from llama_core.planning.memory.profile import MemoryProfile
@@ -178,6 +179,14 @@ class RunContents:
             return read_goodput(RunDirectory(self.path), metrics)
         except _DAMAGE:
             return None
+
+    @cached_property
+    def recoveries(self) -> list[Recovery]:
+        """What passed before each attempt but the first; empty if a record is damaged."""
+        try:
+            return [] if self.goodput is None else read_recoveries(RunDirectory(self.path))
+        except _DAMAGE:
+            return []
 
     @property
     def profile_command(self) -> str:

@@ -25,7 +25,7 @@ from training_reports.evaluations import evaluation_panels
 from training_reports.events import COLUMNS as EVENT_COLUMNS
 from training_reports.events import events_table
 from training_reports.files import NO_OUTPUTS, RankOutputs, end_of_culprits_log, run_files
-from training_reports.goodput import goodput_table
+from training_reports.goodput import goodput_table, recoveries_table
 from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, ReportPage, moment
 from training_reports.peak_memory import memory_comparison_panel, relative_error
 from training_reports.progress import job_sentence, progress_of
@@ -85,6 +85,7 @@ def page_of(run: RunDirectory, *, job: str = "", outputs: RankOutputs = NO_OUTPU
         cards=[_held_out_loss(contents), _throughput(contents), _mfu(contents), _peak_memory(contents)],
         panels=_panels(contents),
         goodput=goodput_table(contents.goodput),
+        recoveries=recoveries_table(contents.recoveries),
         attempts=attempts_table(contents),
         attempt_columns=COLUMNS,
         settings=settings,
