@@ -178,7 +178,7 @@ def download(snapshot: HubCommit, files: Iterable[str]) -> None:
     """
     name = snapshot.name
     for file in snapshot.missing(files):
-        with _explained(name):
+        with explained(name, _failure):
             _package(name).hf_hub_download(name.repository, file, repo_type=name.kind, revision=snapshot.commit)
 
 
@@ -187,7 +187,7 @@ def _look_up(repository: str, revision: str, kind: RepositoryKind) -> tuple[Path
     """Return the folder of a commit in the cache, and the bytes of its files by their paths."""
     name = HubName(repository, revision, kind=kind)
     find = partial(_package(name).snapshot_download, repository, repo_type=kind, allow_patterns=[])
-    with _explained(name):
+    with explained(name, _failure):
         folder = _cached(partial(find, revision=revision))
         if folder is None:
             folder = Path(find(revision=revision, tqdm_class=_no_bar()))  # also lists the commit's files in the cache
@@ -260,16 +260,25 @@ def is_token_malformed() -> bool:
 
 
 @contextmanager
-def _explained(name: HubName) -> Iterator[None]:
-    """Turn the errors of ``huggingface_hub``, and those of the network below it, into one line about ``name``."""
+def explained(name: HubName, reason: Callable[[HubName, BaseException], str]) -> Iterator[None]:
+    """Turn the errors of ``huggingface_hub``, and those of the network below it, into one line about ``name``.
+
+    Args:
+        name: the repository.
+        reason: returns that line.
+    """
     try:
         yield
     except TrainingInfraError:
         raise
     except Exception as error:  # each version has another library for HTTP
-        if is_token_malformed():
-            raise HubError(f"{name} cannot be had: the token has characters that no token has; {_LOG_IN}") from None
-        raise HubError(_reason(name, error)) from None
+        raise HubError(reason(name, error)) from None
+
+
+def _failure(name: HubName, error: BaseException) -> str:
+    if is_token_malformed():
+        return f"{name} cannot be had: the token has characters that no token has; {_LOG_IN}"
+    return _reason(name, error)
 
 
 def _reason(name: HubName, error: BaseException) -> str:

@@ -7,13 +7,12 @@ repository as it was, and the next one sends only what is missing.
 import glob
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llama_core.errors import ConfigError, HubError, TrainingInfraError
-from llama_core.hub import CHAT_TEMPLATES, DESCRIPTION, HubName, is_token_malformed
+from llama_core.errors import ConfigError, HubError
+from llama_core.hub import CHAT_TEMPLATES, DESCRIPTION, HubName, explained, is_token_malformed
 from llama_core.imports import how_to_install
 from llama_core.redaction import one_line, redacted
 
@@ -53,7 +52,7 @@ def open_repository(name: HubName, *, public: bool, tell: Callable[[str], None])
             there, or a public repository would show weights that were not said to be public.
     """
     api = _api(name)
-    with _explained(name):
+    with explained(name, _failure):
         api.create_repo(name.repository, private=not public, exist_ok=True)
         is_private = bool(api.repo_info(name.repository).private)
     if not public and not is_private:
@@ -81,7 +80,7 @@ def push_folder(folder: Path, name: HubName, *, message: str, tell: Callable[[st
     """
     api = _api(name)
     ours = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    with _explained(name):
+    with explained(name, _failure):
         there = api.list_repo_files(name.repository)
         stale = sorted(file for file in there if _is_of_weights(file) and file not in ours)
         if stale:
@@ -119,15 +118,8 @@ def _api(name: HubName) -> "HfApi":
     return huggingface_hub.HfApi()
 
 
-@contextmanager
-def _explained(name: HubName) -> Iterator[None]:
-    """Turn the errors of ``huggingface_hub``, and those of the network below it, into one line about ``name``."""
-    try:
-        yield
-    except TrainingInfraError:
-        raise
-    except Exception as error:  # each version has another library for HTTP
-        raise HubError(f"cannot push to {name}: {_reason(error)}") from None
+def _failure(name: HubName, error: BaseException) -> str:
+    return f"cannot push to {name}: {_reason(error)}"
 
 
 def _reason(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from llama_core.hugging_face.servers.llama_cpp_tokenizer import TOKENIZER_RULES
 from llama_core.hugging_face.servers.rules import (
     MERGE,
     NO_LORA,
+    NO_RSLORA,
     WINDOWS_LOST,
     Rule,
     Server,
@@ -304,7 +305,7 @@ LLAMA_CPP = Server(
         Rule(
             "loss",
             lambda it: it.has_rslora,
-            f"adapters are multiplied by lora_alpha / r, and not by lora_alpha / sqrt(r) as rsLoRA's are; {MERGE}",
+            NO_RSLORA,
             "src/llama-adapter.h, get_scale",
             was_run=True,
         ),

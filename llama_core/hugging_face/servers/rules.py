@@ -102,6 +102,7 @@ WINDOWS_LOST = ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types whose window neither SGLang nor llama.cpp computes."""
 MERGE = "merge them (export-hf --merged)"
 NO_LORA = f"adapters of lora.method={{it.kind.name}} are not computed; {MERGE}"
+NO_RSLORA = f"adapters are multiplied by lora_alpha / r, and not by lora_alpha / sqrt(r) as rsLoRA's are; {MERGE}"
 NO_TOKENIZER = "there is no tokenizer in {it.folder}; copy its files there"
 LATER_TOKENS = Rule(
     "advice",

@@ -2,8 +2,8 @@
 
 from llama_core.hugging_face.servers.rules import (
     LATER_TOKENS,
-    MERGE,
     NO_LORA,
+    NO_RSLORA,
     NO_TOKENIZER,
     WINDOWS_LOST,
     Rule,
@@ -84,7 +84,7 @@ SGLANG = Server(
         Rule(
             "loss",
             lambda it: it.has_rslora,
-            f"adapters are multiplied by lora_alpha / r, and not by lora_alpha / sqrt(r) as rsLoRA's are; {MERGE}",
+            NO_RSLORA,
             "lora/lora.py, LoRAAdapter",
         ),
     ),
