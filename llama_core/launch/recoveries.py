@@ -15,16 +15,17 @@ from llama_core.records.metrics import read_metrics
 
 NOTICED = "until a rank ended"
 ENDED = "until all ranks had ended"
+STOPPED = "until it was submitted again"
 QUEUED = "in the queue"
 FIRST_STEP = "in the first step"
 _CACHE = "torch keeps compiled blocks, if TORCHINDUCTOR_CACHE_DIR is on a disk that stays"
-_SHORTER: Mapping[str, str] = {
+SHORTENED_BY: Mapping[str, str] = {
     NOTICED: "launch.collective_timeout_s and launch.hang_timeout_s say how soon a silent rank is noticed",
     QUEUED: "launch.min_nodes lets a job start on fewer nodes",
     "compiling the blocks": _CACHE,
     FIRST_STEP: _CACHE,
 }
-"""What shortens a part, by its name."""
+"""The setting that shortens a part, by the part's name."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,6 @@ class Recovery:
     def seconds(self) -> float:
         """All of it."""
         return sum(self.parts.values())
-
-    @property
-    def longest(self) -> str:
-        """The part that took longest."""
-        return max(self.parts, key=lambda part: self.parts[part])
-
-    @property
-    def advice(self) -> str:
-        """What would shorten that part; empty if no setting does."""
-        return _SHORTER.get(self.longest, "")
 
 
 def read_recoveries(run: RunDirectory) -> list[Recovery]:
@@ -78,9 +69,13 @@ def recoveries(
         if not working:
             continue  # it never started
         start = working[0].since
+        queued = after[0].since
         lost = max([_last_sign(before), *(step.ended for step in steps if step.ended < start)])
         own = [time for time in ended if lost <= time < start]
         marks = [(NOTICED, own[0]), (ENDED, own[-1])] if own else []
+        # A restarted job has queued since its first submission; one submitted by hand was no job in between.
+        if queued > max([lost, *own]):
+            marks.append((STOPPED, queued))
         marks.append((QUEUED, start))
         until_steps = [one for one in working if one.part == "startup"]
         first = next((one.since for one in working if one.part == "steps"), None)

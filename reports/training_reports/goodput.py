@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from llama_core.launch.recoveries import Recovery
+from llama_core.launch.recoveries import SHORTENED_BY, Recovery
 from llama_core.records.activity import TimePart
 from llama_core.records.goodput import LABELS, Goodput
 from llama_core.units import format_duration
 
 TableRow = list[str]
+MAX_RECOVERIES = 6
+"""More columns do not fit beside each other."""
 
 
 def goodput_table(goodput: Goodput | None) -> tuple[str, TableRow, list[TableRow]] | None:
@@ -31,14 +33,12 @@ def goodput_table(goodput: Goodput | None) -> tuple[str, TableRow, list[TableRow
 
 
 def recoveries_table(recoveries: Sequence[Recovery]) -> tuple[TableRow, list[TableRow]] | None:
-    """Return the columns and rows of a table with a row for each new start; None if there was none."""
-    if not recoveries:
+    """Return the columns and rows of a table with a column for each of the newest; None if there are none."""
+    shown = recoveries[-MAX_RECOVERIES:]
+    if not shown:
         return None
-    parts = list(dict.fromkeys(part for one in recoveries for part in one.parts))
-
-    def row(one: Recovery) -> TableRow:
-        times = [format_duration(one.parts[part]) if part in one.parts else "" for part in parts]
-        return [str(one.attempt), format_duration(one.seconds), *times, one.advice]
-
-    columns = ["Attempt", "All", *(part.capitalize() for part in parts), "What shortens the longest"]
-    return columns, [row(one) for one in recoveries]
+    rows = [["All", *(format_duration(one.seconds) for one in shown), ""]]
+    for part in dict.fromkeys(part for one in shown for part in one.parts):
+        times = [format_duration(one.parts[part]) if part in one.parts else "" for one in shown]
+        rows.append([part.capitalize(), *times, SHORTENED_BY.get(part, "")])
+    return ["Part", *(f"Before attempt {one.attempt}" for one in shown), "What shortens it"], rows

@@ -44,8 +44,14 @@ def test_the_parts_of_a_recovery_add_up_to_the_time_between_two_steps():
         "in the first step": 12.0,
     }
     assert found.seconds == 152 - 40
-    assert found.longest == "in the queue"
-    assert found.advice == "launch.min_nodes lets a job start on fewer nodes"
+
+
+def test_a_run_that_somebody_submitted_again_was_in_the_queue_only_since_then():
+    queued, *rest = next_attempt(100.0)
+    [found] = recoveries([*FIRST, Activity("", 90.0, queued.part), *rest], steps(35, 40, 152), [ended(0, 52.0)])
+    assert found.parts["until it was submitted again"] == 90 - 52
+    assert found.parts["in the queue"] == 100 - 90
+    assert found.seconds == 152 - 40
 
 
 def test_an_attempt_that_saved_and_stopped_is_recovered_from_its_end():
