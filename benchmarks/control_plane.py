@@ -173,25 +173,36 @@ def _file_calls(pid: int) -> float | None:
 # --- the files of many ranks
 
 
+def run_with_logs(folder: Path, num_ranks: int) -> tuple[RunDirectory, JobRecord]:
+    """Return a run in ``folder`` in which each rank of a job has a log, and the job."""
+    run = RunDirectory(folder / "run")
+    run.create()
+    for rank in range(num_ranks):
+        log_path(run, rank).write_text(f"{LOG_HEADER}4242, rank {rank} ===\nINFO step 1\n")
+    return run, JobRecord("slurm", "4242", platform.node(), timestamp(), folder=str(folder))
+
+
+def leave_exits(run: RunDirectory, job: JobRecord, num_ranks: int) -> None:
+    """Write how each rank ended: the middle one first, and the others because it was gone."""
+    for rank in range(num_ranks):
+        path = exit_path(run, job, 0, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        failed = rank == num_ranks // 2
+        end = RankExit(rank, 1 if failed else 75, None, False, False, num_ranks, time.time() - failed)
+        write_json(path, end, durable=False)
+
+
 def _files_of(num_ranks: int) -> Row:
     """Time the code that reads the files of a job of ``num_ranks``: to follow its logs, and to find how it ended."""
     with tempfile.TemporaryDirectory() as folder:
-        run = RunDirectory(Path(folder) / "run")
-        run.create()
-        job = JobRecord("slurm", "4242", platform.node(), timestamp(), folder=folder)
-        for rank in range(num_ranks):
-            log_path(run, rank).write_text(f"{LOG_HEADER}4242, rank {rank} ===\nINFO step 1\n")
+        run, job = run_with_logs(Path(folder), num_ranks)
         follower = LogFollower(run)
         row: Row = {"ranks": num_ranks, "quiet_look_ms": 1e3 * _seconds(lambda: list(follower.new_lines()))}
         for rank in range(num_ranks):
             with log_path(run, rank).open("a") as log:
                 log.write("WARNING the loss scale fell\n")
         row["look_with_a_line_each_ms"] = 1e3 * _seconds(lambda: list(follower.new_lines()))
-        for rank in range(num_ranks):
-            path = exit_path(run, job, 0, rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            failed = rank == num_ranks // 2
-            write_json(path, RankExit(rank, 1 if failed else 75, None, False, False, num_ranks, time.time() - failed))
+        leave_exits(run, job, num_ranks)
         row["exits_ms"] = 1e3 * _seconds(lambda: read_rank_exits(run, job, 0))
         row["verdict_ms"] = 1e3 * _seconds(lambda: verdict_of_ranks(run, job, 0))
         row["verdict"] = verdict_of_ranks(run, job, 0).reason

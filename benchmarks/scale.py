@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from benchmarks.control_plane import leave_exits, run_with_logs
 from benchmarks.pages import publish
 from llama_core.config.hardware import gpu_spec
 from llama_core.config.run import RunConfig
-from llama_core.launch.attempts import LOG_HEADER, RankExit, exit_path, log_path
 from llama_core.launch.logs import LogFollower
 from llama_core.launch.ports import free_port
 from llama_core.launch.rank.checks import RankFacts, disagreements
@@ -52,7 +52,6 @@ from llama_core.records.checkpoints import recorded_sums, write_manifest
 from llama_core.records.checksums import FileSum
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
-from llama_core.records.job import JobRecord
 from llama_core.records.preflight import PreflightRecord, RankMeasurements, append_preflight
 from llama_core.rehearsal.dry_run import rehearse
 from llama_core.rehearsal.trace import alone_among
@@ -298,16 +297,8 @@ def left_by_ranks(num_ranks: int) -> Figures:
     from training_reports.files import outputs_of_ranks
 
     with tempfile.TemporaryDirectory() as folder:
-        run = RunDirectory(Path(folder) / "run")
-        run.create()
-        job = JobRecord("slurm", "4242", platform.node(), timestamp(), folder=folder)
-        for rank in range(num_ranks):
-            log_path(run, rank).write_text(f"{LOG_HEADER}4242, rank {rank} ===\nINFO step 1\n")
-            path = exit_path(run, job, 0, rank)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            failed = rank == num_ranks // 2
-            end = RankExit(rank, 1 if failed else 75, None, False, False, num_ranks, 1e9 - failed)
-            write_json(path, end, durable=False)
+        run, job = run_with_logs(Path(folder), num_ranks)
+        leave_exits(run, job, num_ranks)
         follower = LogFollower(run)
         list(follower.new_lines())
         return {
