@@ -6,12 +6,15 @@ It is read from records that a run has anyway: the first rank's activities, the 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from llama_core.launch.attempts import RankExit, read_all_rank_exits
 from llama_core.records.activity import Activity, read_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.goodput import TakenStep, by_attempt, taken_steps
-from llama_core.records.metrics import read_metrics
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 NOTICED = "until a rank ended"
 ENDED = "until all ranks had ended"
@@ -43,14 +46,21 @@ class Recovery:
         return sum(self.parts.values())
 
 
-def read_recoveries(run: RunDirectory) -> list[Recovery]:
+def read_recoveries(run: RunDirectory, metrics: "pa.Table") -> list[Recovery]:
     """Return the recovery before each attempt but the first, oldest first.
+
+    Args:
+        run: the run.
+        metrics: ``COLUMNS_OF_TIMES`` of what ``read_metrics`` has returned.
 
     Raises:
         RunDirectoryError: naming a file that is damaged.
     """
-    steps = sorted(taken_steps(run, read_metrics(run)), key=lambda step: step.ended)
-    return list(recoveries(read_activities(run), steps, read_all_rank_exits(run)))
+    activities = read_activities(run)
+    if len(by_attempt(activities)) < 2:
+        return []  # without a look at the exits of thousands of ranks
+    steps = sorted(taken_steps(run, metrics), key=lambda step: step.ended)
+    return list(recoveries(activities, steps, read_all_rank_exits(run)))
 
 
 def recoveries(

@@ -174,9 +174,7 @@ class RunContents:
         if "steps" in self.missing:
             return None
         try:
-            # the metrics of a long run are thousands of files: they are not read again
-            metrics = pa.Table.from_pandas(self.steps, columns=COLUMNS_OF_TIMES, preserve_index=False)
-            return read_goodput(RunDirectory(self.path), metrics)
+            return read_goodput(RunDirectory(self.path), self._times)
         except _DAMAGE:
             return None
 
@@ -184,9 +182,14 @@ class RunContents:
     def recoveries(self) -> list[Recovery]:
         """What passed before each attempt but the first; empty if a record is damaged."""
         try:
-            return [] if self.goodput is None else read_recoveries(RunDirectory(self.path))
+            return [] if self.goodput is None else read_recoveries(RunDirectory(self.path), self._times)
         except _DAMAGE:
             return []
+
+    @property
+    def _times(self) -> pa.Table:
+        """When each step ended and how long it took; the metrics of a long run are files that are not read again."""
+        return pa.Table.from_pandas(self.steps, columns=COLUMNS_OF_TIMES, preserve_index=False)
 
     @property
     def profile_command(self) -> str:

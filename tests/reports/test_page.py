@@ -588,6 +588,8 @@ def test_the_time_of_every_attempt_is_in_the_table_of_goodput(run):
     assert "Attempt Wall time Progress" in report(run).text
     assert "1 16 min 40 s" in report(run).text
     assert "2 13.0 s" in report(run).text
+    assert "Part Before attempt 2 What shortens it All 13.0 s" in report(run).text
+    assert "Until it was submitted again 8.0 s" in report(run).text
 
 
 def test_an_older_report_is_replaced(run):
