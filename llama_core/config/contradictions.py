@@ -269,15 +269,17 @@ def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: 
 
 def without_exclusion(launch: LaunchConfig) -> Iterator[Problem]:
     """Yield why the job cannot start again without the nodes that fall behind."""
-    if launch.preflight != "exclude":
-        return
     kind = launch.kind
-    if not kind.can_exclude:
-        text = f": {kind.title} cannot keep a job off some nodes; use warn"
-        yield _wrong("launch.preflight", "exclude", text, "launch.launcher")
-    elif launch.request.max_starts == 1:
-        text = f" starts the job again, which {kind.prefix}requeue or {kind.prefix}max_attempts forbids; use warn"
-        yield _wrong("launch.preflight", "exclude", text, f"{kind.prefix}requeue", f"{kind.prefix}max_attempts")
+    for key, chosen in (("launch.preflight", launch.preflight), ("launch.stragglers", launch.stragglers)):
+        if chosen != "exclude":
+            continue
+        if not kind.can_exclude:
+            text = f": {kind.title} cannot keep a job off some nodes; use warn"
+            yield _wrong(key, chosen, text, "launch.launcher")
+        elif launch.request.max_starts == 1:
+            limits = f"{kind.prefix}requeue", f"{kind.prefix}max_attempts"
+            text = f" needs a job that starts again, which {' or '.join(limits)} forbids; use warn"
+            yield _wrong(key, chosen, text, *limits)
 
 
 def without_fp8(training: TrainingConfig, launch: LaunchConfig) -> Iterator[Problem]:

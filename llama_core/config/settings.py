@@ -70,7 +70,7 @@ Parametrization = Literal["standard", "completep"]
 TokenDtype = Literal["uint16", "uint32"]
 Moments = Literal["fp32", "bf16"]
 Offload = Literal["none", "optimizer", "parameters"]
-PreflightMode = Literal["off", "warn", "exclude"]
+SlowNodes = Literal["off", "warn", "exclude"]
 Precision = Literal["auto", "bf16", "fp16", "fp32", "fp8"]
 RecomputeMode = Literal["none", "selective", "full"]
 ZeroBackend = Literal["native", "deepspeed"]
@@ -598,13 +598,14 @@ class LaunchConfig(Section):
     """Seconds without a step, after the first, before the run counts as hung."""
     save_timeout_s: int = Field(300, ge=1)
     """Seconds to finish a step and save a checkpoint when the run reaches its time limit or is cancelled."""
-    preflight: PreflightMode = "warn"
+    preflight: SlowNodes = "warn"
     """Before the first step of each attempt, measure every rank's device, memory, links and disk for a moment: warn
     names those slower than their peers; exclude also lets the job start again without their nodes; off measures
     nothing."""
-    stragglers: Literal["off", "warn"] = "warn"
+    stragglers: SlowNodes = "warn"
     """While training, every rank times a product of matrices now and then, in at most 0.2 % of the time: warn names
-    those that fall behind their peers; off measures nothing."""
+    those that fall behind their peers; exclude also keeps the job off their nodes when it is next queued again; off
+    measures nothing."""
     node_mtbf_hours: float = Field(6300.0, gt=0)
     """Mean hours between failures of one node, for training.checkpoint_every=auto; default: that of the 2,048 nodes
     that trained Llama 3 405B, with 419 unexpected interruptions in 54 days (arXiv:2407.21783, section 3.3.4)."""

@@ -6,7 +6,6 @@ one's.
 """
 
 import os
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,6 @@ JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
 
 RESTART_VARIABLE = "TRAINING_INFRA_RESTART"
 """Environment variable with the number of earlier starts of a rank's job."""
-
-NODE_VARIABLE = "TRAINING_INFRA_NODE"
-"""Environment variable with the name of a rank's node; unset if that is the name of the machine."""
 
 LOG_HEADER = "=== job "
 """Start of the line that separates the attempts in a rank's log."""
@@ -145,11 +141,6 @@ def own_job(run: RunDirectory) -> JobRecord | None:
         return None
     job = read_typed(run.job, JobRecord)
     return job if job.job_id == job_id else None
-
-
-def own_host() -> str:
-    """Return the name of this process's node, as its scheduler knows it."""
-    return os.environ.get(NODE_VARIABLE) or socket.gethostname()
 
 
 def own_restart() -> int:

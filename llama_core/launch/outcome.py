@@ -1,6 +1,7 @@
 """Why a run's job ended: recorded by the worker if it could, else worked out from what the job left behind."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 
@@ -65,7 +66,9 @@ def record_interruption(run: RunDirectory) -> bool:
     return True
 
 
-def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict) -> Outcome:
+def record_requeue(
+    run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, excluded: Sequence[str] = ()
+) -> Outcome:
     """Write why ``attempt`` ended, after which the scheduler starts ``job`` again.
 
     Args:
@@ -73,10 +76,11 @@ def record_requeue(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict:
         job: the job.
         attempt: the one that ended; later steps belong to the next.
         verdict: why it ended; its next action is dropped, since the job is restarted.
+        excluded: the nodes that the job is kept off from now on.
     """
     next_action = f"nothing to do: {LAUNCHERS.named(job.launcher).title} has queued the job again"
     waiting = Verdict(verdict.status, verdict.reason, next_action)
-    return _record(run, job, attempt.restart, waiting, requeued=True)
+    return _record(run, job, attempt.restart, waiting, requeued=True, excluded=excluded)
 
 
 def record_surrender(run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, why: str) -> Outcome:
@@ -100,6 +104,11 @@ def tell_final_ending(run: RunDirectory, job: JobRecord, restart: int, num_ranks
         time.sleep(0.2)
     verdict = _recorded_verdict(run, job, restart) or _verdict(run, job, restart, None)
     tell_ending(run, len(_earlier(run, job, restart)), verdict.status, verdict.reason)
+
+
+def excluded_nodes(run: RunDirectory, job: JobRecord) -> set[str]:
+    """Return the nodes that ``job`` was kept off when it was queued again."""
+    return {node for attempt in _attempts(run) if _is_of(attempt, job) for node in attempt["excluded"]}
 
 
 def is_requeued(run: RunDirectory, attempt: Attempt) -> bool:
@@ -203,6 +212,7 @@ def _record(
     *,
     step: int | None = None,
     requeued: bool = False,
+    excluded: Sequence[str] = (),
     is_told: bool = True,
 ) -> Outcome:
     """Write the outcome of one attempt, replacing an earlier record of it, and tell whom the run asks to tell."""
@@ -219,6 +229,7 @@ def _record(
         "status": verdict.status,
         "reason": verdict.reason,
         "requeued": requeued,
+        "excluded": list(excluded),
         "first_step": first,
         "last_step": last,
         "started_at": _started_at(run, job, restart),

@@ -3,7 +3,7 @@
 import logging
 from typing import TYPE_CHECKING
 
-from llama_core.launch.attempts import own_host
+from llama_core.machine.node import own_host
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import OutcomeStatus
 from llama_core.records.metrics import read_heartbeat

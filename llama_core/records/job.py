@@ -65,6 +65,8 @@ class AttemptRecord(TypedDict):
     reason: str
     requeued: bool
     """Whether the scheduler queued its job again."""
+    excluded: list[str]
+    """The nodes that the job was kept off from then on."""
     first_step: int | None
     last_step: int | None
     started_at: Time | None

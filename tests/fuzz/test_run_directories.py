@@ -52,7 +52,8 @@ def whole(tmp_path_factory):
     write_json(checkpoint / STATE, {"step": 20, "loss": 2.5, "tokens": 20 * 16_384})
     write_manifest(checkpoint, {})
     outcome = read_json(run.outcome)
-    ended = {"status": "finished", "reason": "", "requeued": False, "first_step": 1, "last_step": 40}
+    ended = {"status": "finished", "reason": "", "requeued": False, "excluded": [], "first_step": 1}
+    ended |= {"last_step": 40}
     outcome["attempts"] = [attempt | ended | {"started_at": None, "ended_at": JOB.submitted_at}]
     write_json(run.outcome, outcome)
     write_json(run.job, JOB)

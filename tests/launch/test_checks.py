@@ -16,7 +16,6 @@ from distributed import run_ranks
 from llama_core.config.run import DataConfig, RunConfig
 from llama_core.data.datasets import load_datasets
 from llama_core.errors import DataError, EnvironmentMismatchError
-from llama_core.launch.attempts import own_host
 from llama_core.launch.rank.checks import (
     RankFacts,
     allow_open_files,
@@ -26,6 +25,7 @@ from llama_core.launch.rank.checks import (
     disagreements,
     find_room_for_temporary_files,
 )
+from llama_core.machine.node import own_host
 from llama_core.parallel.ranks import own_rank
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.directory import RunDirectory

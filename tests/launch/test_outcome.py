@@ -39,7 +39,7 @@ def leave(run, *, rank=0, exit_code=None, by=None, log="", **facts):
     log_path(run, rank).write_text(f"{LOG_HEADER}1 ===\nCUDA out of memory\n{LOG_HEADER}4242 ===\n{log}")
 
 
-def queue_again(run, job):
+def queue_again(run, job, max_excluded=0):
     """Queue a job again near its time limit, as its first rank does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shutil, "which", lambda name: name)
@@ -47,7 +47,9 @@ def queue_again(run, job):
         patch.setattr(slurm, "requeue", lambda job_id: job_id == job.job_id)
         in_slurm = replace(job, launcher="slurm")
         around = slurm.SlurmSurroundings()
-        return requeue.start_again(run, in_slurm, 0, announced=True, max_attempts=3, surroundings=around)
+        return requeue.start_again(
+            run, in_slurm, 0, announced=True, max_attempts=3, max_excluded=max_excluded, surroundings=around
+        )
 
 
 @pytest.fixture

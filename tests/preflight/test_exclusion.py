@@ -15,12 +15,13 @@ from llama_core.launch.attempts import Attempt, attempt_path
 from llama_core.launch.outcome import is_requeued, read_outcome
 from llama_core.launch.rank import slurm
 from llama_core.launch.rank.machines import _with_exclusion
-from llama_core.launch.rank.requeue import start_elsewhere
+from llama_core.launch.rank.requeue import start_again, start_elsewhere
 from llama_core.launch.scheduler import JobStatus
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.preflight import NamedRank, PreflightRecord, RankMeasurements, append_preflight
+from llama_core.records.stragglers import Straggler, append_stragglers
 
 JOB = JobRecord("slurm", "812", "login", "2026-11-29T20:00:00+00:00", name="a-run")
 CONFIG = RunConfig.from_mapping(
@@ -29,6 +30,13 @@ CONFIG = RunConfig.from_mapping(
         "parallel": {"gpus": 16},
     }
 )
+
+
+AT_ITS_LIMIT = {"announced": True, "max_attempts": 3}
+
+
+def behind(rank, host):
+    return Straggler(rank, host, "a device", "product", "slow", since_step=20, step=50)
 
 
 def checked(*slow, num_nodes=16, slows_training=True):
@@ -77,18 +85,18 @@ def test_ranks_of_no_job_and_nodes_that_only_write_slowly_stay():
 @pytest.mark.parametrize(
     ("launch", "why"),
     [
-        ({"launcher": "local"}, "launch.preflight=exclude: this machine cannot keep a job off some nodes; use warn"),
+        ({"launcher": "local"}, ": this machine cannot keep a job off some nodes; use warn"),
         (
             {"launcher": "slurm", "slurm": {"requeue": False}},
-            "launch.preflight=exclude starts the job again, which launch.slurm.requeue or launch.slurm.max_attempts "
-            "forbids; use warn",
+            " needs a job that starts again, which launch.slurm.requeue or launch.slurm.max_attempts forbids; use warn",
         ),
     ],
 )
-def test_exclusion_is_refused_where_a_job_cannot_start_again_elsewhere(launch, why):
+@pytest.mark.parametrize("key", ["preflight", "stragglers"])
+def test_exclusion_is_refused_where_a_job_cannot_start_again_elsewhere(key, launch, why):
     with pytest.raises(ConfigError) as refused:
-        RunConfig.from_mapping({"launch": {"device": "cpu", "preflight": "exclude"} | launch})
-    assert why in str(refused.value)
+        RunConfig.from_mapping({"launch": {"device": "cpu", key: "exclude"} | launch})
+    assert f"launch.{key}=exclude{why}" in str(refused.value)
 
 
 @pytest.fixture
@@ -124,6 +132,33 @@ def test_the_job_is_queued_again_first_and_then_kept_off_the_nodes(run, asked):
     outcome = read_outcome(run)
     assert (outcome.status, outcome.attempts[-1]["requeued"]) == ("node-failure", True)
     assert outcome.reason == "before the first step, rank 10 on n5 (a device): slow"
+
+
+def test_a_job_at_its_time_limit_leaves_out_the_nodes_that_were_behind_then(run, asked):
+    append_stragglers(run, [behind(10, "n5"), behind(14, "n7"), replace(behind(14, "n7"), step=60, is_over=True)])
+    assert start_again(run, JOB, 0, **AT_ITS_LIMIT, max_excluded=1, surroundings=slurm.SlurmSurroundings())
+    assert asked.asked == [("requeue", "812"), ("exclude", "812", ["n5"])]
+    outcome = read_outcome(run)
+    assert (outcome.status, outcome.attempts[-1]["excluded"]) == ("timeout", ["n5"])
+    assert outcome.reason.endswith("; rank 10 on n5 (a device), behind since step 20: slow")
+
+
+def test_nodes_beyond_the_share_of_all_starts_stay(run, asked):
+    append_stragglers(run, [behind(10, "n5")])
+    assert start_again(run, JOB, 0, **AT_ITS_LIMIT, max_excluded=1, surroundings=slurm.SlurmSurroundings())
+    write_json(attempt_path(run), Attempt(JOB.job_id, JOB.submitted_at, 1, "n[0-4,6-15]", now()))
+    append_stragglers(run, [replace(behind(10, "n5"), is_over=True), behind(3, "n1")])
+    assert start_again(run, JOB, 1, **AT_ITS_LIMIT, max_excluded=1, surroundings=slurm.SlurmSurroundings())
+    assert asked.asked[2:] == [("requeue", "812")]
+    outcome = read_outcome(run)
+    assert outcome.attempts[-1]["excluded"] == []
+    assert outcome.reason.endswith("slow, which the job keeps, as it may leave out 1 node in all")
+
+
+def test_a_job_that_only_names_slow_ranks_keeps_their_nodes(run, asked):
+    append_stragglers(run, [behind(10, "n5")])
+    assert start_again(run, JOB, 0, **AT_ITS_LIMIT, max_excluded=0, surroundings=slurm.SlurmSurroundings())
+    assert asked.asked == [("requeue", "812")]
 
 
 def test_an_exclusion_that_slurm_does_not_accept_is_told(run, asked):

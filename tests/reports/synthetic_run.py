@@ -76,7 +76,7 @@ BENCHMARK = BenchmarkRecord(
     memory_peak_bytes=2150 * MIB,
 )
 FINISHED = Outcome("finished", "all 40 steps were taken", 40, "", "2026-11-21T10:00:00+00:00")
-ATTEMPT = {"submitted_at": "2026-11-21T09:50:00+00:00", "restart": 0, "reason": "", "requeued": False}
+ATTEMPT = {"submitted_at": "2026-11-21T09:50:00+00:00", "restart": 0, "reason": "", "requeued": False, "excluded": []}
 ATTEMPT |= {"job_id": None, "status": "crashed", "first_step": None, "last_step": None}
 ATTEMPT |= {"started_at": None, "ended_at": FINISHED.ended_at}
 """An attempt without a step."""

@@ -33,7 +33,7 @@ from training_infra import cli
 
 ATTEMPT = {
     "job_id": "7", "submitted_at": "2026-11-01T00:00:00.000000+00:00", "restart": 0, "status": "crashed",
-    "reason": "rank 0 was killed", "requeued": False, "first_step": 1, "last_step": 6,
+    "reason": "rank 0 was killed", "requeued": False, "excluded": [], "first_step": 1, "last_step": 6,
     "started_at": None, "ended_at": "2026-11-01T01:00:00+00:00",
 }  # fmt: skip
 

@@ -41,7 +41,13 @@ def hostile(value, key=""):
 @pytest.fixture
 def run(tmp_path):
     """A run whose every record and log is hostile, as is its name."""
-    attempt = {"job_id": "7", "submitted_at": "2026-11-01T00:00:00+00:00", "restart": 0, "requeued": False}
+    attempt = {
+        "job_id": "7",
+        "submitted_at": "2026-11-01T00:00:00+00:00",
+        "restart": 0,
+        "requeued": False,
+        "excluded": [],
+    }
     attempt |= {
         "status": "oom",
         "reason": "a reason",

@@ -79,6 +79,11 @@ def job_fields(job_id):
     return dict(re.findall(r"(?<!\S)([\w/]+)=(\S*)", _ask("scontrol", "--oneliner", "show", "job", job_id)))
 
 
+def hosts(abbreviated):
+    """Return the names of the nodes that Slurm abbreviates so."""
+    return _ask("scontrol", "show", "hostnames", abbreviated).split()
+
+
 def wait_for_state(job_id, *expected):
     """Return Slurm's fields of a job once it is in one of the states."""
 

@@ -27,6 +27,7 @@ from llama_core.launch.jobs.slurm_request import (
 )
 from llama_core.launch.jobs.slurm_tasks import TASKS
 from llama_core.launch.outcome import conclude, concluded, record_refusal
+from llama_core.launch.rank.requeue import most_excluded
 from llama_core.launch.rank.slurm import VERDICT_OF_STATE, SlurmSurroundings
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.rank.supervisor import Supervisor
@@ -157,6 +158,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
             launch.hang_timeout_s,
             SlurmSurroundings(),
             max_attempts=launch.slurm.max_attempts,
+            max_excluded=most_excluded(config.num_nodes) if launch.stragglers == "exclude" else 0,
             companion=submission.companion,
         )
         for submission in submissions

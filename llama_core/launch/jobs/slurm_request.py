@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
-from llama_core.launch.attempts import NODE_VARIABLE
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.slurm import cores_per_gpu, default_memory_bytes, largest_node_bytes
 from llama_core.launchers.slurm import SLURM
+from llama_core.machine.node import NODE_VARIABLE
 from llama_core.units import MIB
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from llama_core.data.datasets import Datasets
 from llama_core.errors import DataError, EnvironmentMismatchError, RunDirectoryError, WeightsError
 from llama_core.hugging_face.bases import refuse_other_base
 from llama_core.hugging_face.pretrained import origin_of
-from llama_core.launch.attempts import own_host
 from llama_core.machine.detect import detect_machine, device_label
 from llama_core.machine.hazards import fitting_build
+from llama_core.machine.node import own_host
 from llama_core.machine.toolchain import check_can_compile, missing_for_kernels
 from llama_core.machine.validate import FIRST_FOR_SEVERAL_NODES
 from llama_core.parallel.ranks import first_complaint, from_first_rank, is_first_rank, own_rank, splits_without_gloo

@@ -5,16 +5,13 @@ from dataclasses import replace
 
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import own_job, own_restart
+from llama_core.launch.rank.requeue import most_excluded
 from llama_core.parallel.ranks import from_first_rank, is_first_rank, this_device
 from llama_core.preflight.preflight import measured_machines, tell
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord
 from llama_core.records.preflight import PreflightRecord, read_preflights
 from llama_core.units import counted
-
-MAX_EXCLUDED_SHARE = 1 / 8
-"""The share of its nodes that a job may exclude, and at least one: if more fall behind, the others are the odd ones, or
-something that all nodes share is slow."""
 
 
 class OtherNodesError(Exception):
@@ -63,7 +60,7 @@ def _with_exclusion(
     if job is None:
         return replace(record, kept="no job of this run started these ranks")
     num_nodes = len({one.host for one in record.ranks})
-    most = max(1, int(MAX_EXCLUDED_SHARE * num_nodes))
+    most = most_excluded(num_nodes)
     launch = config.launch
     kept = ""
     if len(nodes) > most:

@@ -6,8 +6,11 @@ restarted.
 """
 
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
+from llama_core.errors import RunDirectoryError
 from llama_core.launch.attempts import (
     Attempt,
     attempt_path,
@@ -15,7 +18,7 @@ from llama_core.launch.attempts import (
     exit_path,
     is_cancellation_requested,
 )
-from llama_core.launch.outcome import is_requeued, record_requeue, record_surrender
+from llama_core.launch.outcome import excluded_nodes, is_requeued, record_requeue, record_surrender
 from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launch.rank.watchdogs import LOOK_SECONDS
 from llama_core.launch.scheduler import JobStatus
@@ -27,6 +30,12 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.preflight import read_preflights
+from llama_core.records.stragglers import Straggler, read_stragglers, still_behind
+from llama_core.units import counted
+
+MAX_EXCLUDED_SHARE = 1 / 8
+"""The share of its nodes that a job may exclude, and at least one: if more fall behind, the others are the odd ones, or
+something that all nodes share is slow."""
 
 SUPERSEDED_SECONDS = 1.5 * LOOK_SECONDS
 """How long ranks that a scheduler has lost may go on after another attempt has begun: see ``watchdogs.Successor``."""
@@ -37,6 +46,11 @@ ANSWER_PATIENCE_SECONDS = 240.0
 _RETRY_SECONDS = 5.0
 
 _TIME_LIMIT = Verdict("timeout", "the job neared its time limit and saved a checkpoint", RESUME)
+
+
+def most_excluded(num_nodes: int) -> int:
+    """Return the most nodes that a job of ``num_nodes`` may leave out for being slow."""
+    return max(1, int(MAX_EXCLUDED_SHARE * num_nodes))
 
 
 def begin_attempt(
@@ -78,9 +92,12 @@ def start_again(
     *,
     announced: bool,
     max_attempts: int,
+    max_excluded: int,
     surroundings: Surroundings,
 ) -> bool:
     """Queue a job again that was stopped and has saved a checkpoint; return whether it will be restarted.
+
+    It is kept off the nodes of the ranks that were behind while they trained, if ``max_excluded`` allows for them.
 
     Args:
         run: the run the job works on.
@@ -88,6 +105,7 @@ def start_again(
         restart: number of earlier starts of the job.
         announced: whether the ranks were told that the job's time was running out.
         max_attempts: starts after which the job gives up.
+        max_excluded: most nodes that the job may be kept off, those of its earlier starts included.
         surroundings: what the ranks of the job find around them.
     """
     launcher = LAUNCHERS.named(job.launcher)
@@ -109,7 +127,21 @@ def start_again(
     if restart + 1 >= max_attempts:
         record_surrender(run, job, attempt, verdict, _too_many(launcher, max_attempts))
         return False
-    return _queued_again(run, job, attempt, verdict, surroundings)
+    nodes: list[str] = []
+    if max_excluded and (behind := _behind(run)):
+        slow = list(dict.fromkeys(one.host for one in behind))
+        if len(excluded_nodes(run, job).union(slow)) <= max_excluded:
+            nodes = slow
+        limit = "" if nodes else f", which the job keeps, as it may leave out {counted(max_excluded, 'node')} in all"
+        verdict = replace(verdict, reason=f"{verdict.reason}; {'; '.join(map(str, behind))}{limit}")
+    return _queued_again(run, job, attempt, verdict, surroundings, without=nodes)
+
+
+def _behind(run: RunDirectory) -> list[Straggler]:
+    """Return the ranks that were behind their peers when the attempt ended."""
+    with suppress(RunDirectoryError):  # the record is damaged, as ``doctor`` says
+        return still_behind(read_stragglers(run))
+    return []
 
 
 def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surroundings: Surroundings) -> bool:
@@ -134,25 +166,29 @@ def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surround
     status = _answer(job, surroundings)
     if status is not None and not surroundings.is_running(status):  # somebody has cancelled it, or queued it again
         return False
-    if not _queued_again(run, job, attempt, verdict, surroundings):
-        return False
-    if not surroundings.exclude(job, nodes):
-        why = f"{LAUNCHERS.named(job.launcher).title} queued the job again, but did not exclude {', '.join(nodes)}"
-        record_requeue(run, job, attempt, replace(verdict, reason=f"{verdict.reason}; {why}"))
-    return True
+    return _queued_again(run, job, attempt, verdict, surroundings, without=nodes)
 
 
 def _queued_again(
-    run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, surroundings: Surroundings
+    run: RunDirectory,
+    job: JobRecord,
+    attempt: Attempt,
+    verdict: Verdict,
+    surroundings: Surroundings,
+    *,
+    without: Sequence[str] = (),
 ) -> bool:
-    """Queue a job again and record why; return whether its scheduler did."""
-    record_requeue(run, job, attempt, verdict)
+    """Queue a job again, without some nodes, and record why; return whether its scheduler queued it."""
+    record_requeue(run, job, attempt, verdict, without)
     finish_telling()
-    if surroundings.queue_again(job):
-        return True
     title = LAUNCHERS.named(job.launcher).title
-    record_surrender(run, job, attempt, verdict, f"{title} did not queue the job again")
-    return False
+    if not surroundings.queue_again(job):
+        record_surrender(run, job, attempt, verdict, f"{title} did not queue the job again")
+        return False
+    if without and not surroundings.exclude(job, without):
+        why = f"{title} queued the job again, but did not exclude {', '.join(without)}"
+        record_requeue(run, job, attempt, replace(verdict, reason=f"{verdict.reason}; {why}"))
+    return True
 
 
 def _preempted(launcher: LauncherType) -> Verdict:

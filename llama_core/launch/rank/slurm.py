@@ -4,7 +4,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 
-from llama_core.launch.attempts import NODE_VARIABLE
 from llama_core.launch.rank.surroundings import (
     JobStart,
     RankPlace,
@@ -16,6 +15,7 @@ from llama_core.launch.rank.surroundings import (
 from llama_core.launch.scheduler import JobStatus
 from llama_core.launch.slurm import earlier_states, exclude, failed_nodes, job_status, requeue
 from llama_core.launch.verdict import LESS_MEMORY, RESUME, Verdict
+from llama_core.machine.node import NODE_VARIABLE
 from llama_core.records.job import JobRecord
 
 _LONGER_LIMIT = "raise launch.slurm.time_limit_min, then --resume"

@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING
 from llama_core.launch.attempts import (
     JOB_ID_VARIABLE,
     LOG_HEADER,
-    NODE_VARIABLE,
     RESTART_VARIABLE,
     RankExit,
     exit_path,
     flight_recorder,
     is_cancellation_requested,
     log_path,
-    own_host,
 )
 from llama_core.launch.outcome import tell_final_ending
 from llama_core.launch.rank.children import companion, die_with_parent
@@ -40,6 +38,7 @@ from llama_core.launch.rank.watchdogs import Heartbeat, Siblings, Successor, Wat
 from llama_core.launch.verdict import OTHER_NODES_EXIT, STOPPED_EXIT
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.machine.detect import available_cores
+from llama_core.machine.node import NODE_VARIABLE, own_host
 from llama_core.machine.toolchain import COMPILE_WORKERS
 from llama_core.planning.memory.process import KERNELS_KEPT
 from llama_core.records.directory import RunDirectory
@@ -96,6 +95,8 @@ class Supervisor:
     """Variables every worker gets in addition to its own rank's."""
     max_attempts: int = 1
     """Starts after which the job gives up."""
+    max_excluded: int = 0
+    """Nodes that the job may be kept off because they were slow while it trained."""
     companion: tuple[str, ...] = ()
     """The command line of a program that runs beside the first rank; empty for none."""
 
@@ -150,6 +151,7 @@ class Supervisor:
             rank.place.restart,
             announced=launcher.announces_end_with in rank.received,
             max_attempts=self.max_attempts,
+            max_excluded=self.max_excluded,
             surroundings=self.surroundings,
         )
 

@@ -31,7 +31,7 @@ from llama_core.errors import (
     TrainingInfraError,
 )
 from llama_core.imports import importing_torch
-from llama_core.launch.attempts import current_attempt, own_host, own_job, own_restart
+from llama_core.launch.attempts import current_attempt, own_job, own_restart
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.verdict import (
     LESS_MEMORY,
@@ -47,6 +47,7 @@ from llama_core.launch.verdict import (
 )
 from llama_core.log_lines import LineFormatter
 from llama_core.machine.detect import device_label
+from llama_core.machine.node import own_host
 from llama_core.machine.shared_cores import sleeping_beside_others
 from llama_core.notifications import finish_notices
 from llama_core.records.activity import Activity, append_activities

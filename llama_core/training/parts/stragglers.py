@@ -2,7 +2,6 @@
 
 import logging
 import math
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ import torch
 from llama_core.config.run import RunConfig
 from llama_core.errors import RunDirectoryError
 from llama_core.machine.detect import device_label
+from llama_core.machine.node import own_host
 from llama_core.machine.shared_cores import own_core_wait_seconds
 from llama_core.parallel.ranks import is_first_rank, num_ranks, on_first_rank
 from llama_core.preflight.checks import PRODUCT
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def own_place(device: torch.device) -> tuple[str, str]:
-    """Return the names of this rank's node and device, with the index of a GPU."""
+    """Return the names of this rank's node, as its scheduler knows it, and device, with the index of a GPU."""
     if device.type == "cuda":
-        return platform.node(), f"{torch.cuda.get_device_name(device)}, {device}"
-    return platform.node(), device_label(device.type)
+        return own_host(), f"{torch.cuda.get_device_name(device)}, {device}"
+    return own_host(), device_label(device.type)
 
 
 class StragglerWatch(LoopPart):
@@ -66,7 +66,7 @@ class StragglerWatch(LoopPart):
         self._progress = progress
         self._device = device
         self._probe: _Probe | None = None
-        if config.launch.stragglers == "warn" and num_ranks() > 1:
+        if config.launch.stragglers != "off" and num_ranks() > 1:
             self._probe = _Probe(device)
             self._report = {name: reports.declare_of_ranks(name) for name in SIGNALS[device.type]}
         self._judge = StragglerJudge(SIGNALS[device.type])
