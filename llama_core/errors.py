@@ -161,11 +161,11 @@ class LossSpikeError(BadStepError):
     """The loss or gradient norm rose far above its usual values: leave out the data of those steps."""
 
 
-class ReplicasDifferError(BadStepError):
-    """Ranks that must hold the same weights do not: look at the memory and the devices of the nodes that it names.
+class WrongDeviceError(BadStepError):
+    """A device holds other weights or computes other losses than its peers: look at those of the nodes that it names.
 
     Args:
-        problem: which ranks, and in what they differ.
+        problem: which ranks it may be, and in what they differ.
         hosts: their nodes.
     """
 

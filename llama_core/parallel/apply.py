@@ -147,7 +147,8 @@ class ParallelModel:
         prepare_routers(self.model, scale.new_full((), loss_scale * ranks_averaged / (num_rows * num_equal)))
         losses = self.pipeline.forward_backward(pieces, scale, on_phase)
         self.gradients.complete()
-        return self._sum_over_ranks(losses) / count
+        self.own_loss = torch.stack(list(losses)).sum() if losses else count.new_zeros((), dtype=self._wide)
+        return self._sum_over_ranks(self.own_loss.clone()) / count
 
     def compile_blocks(self, batch: Batch, kinds: Sequence[tuple[int, bool]] | None = None) -> None:
         """Run every kind of block that this rank holds once, which compiles it, on a batch like those to come.
@@ -274,8 +275,7 @@ class ParallelModel:
             total = total // (self.plan.tp * self.plan.pp)  # tp and pp ranks count the same
         return total
 
-    def _sum_over_ranks(self, losses: Sequence[Tensor]) -> Tensor:
-        total = torch.stack(list(losses)).sum() if losses else torch.zeros((), dtype=self._wide, device=self.device)
+    def _sum_over_ranks(self, total: Tensor) -> Tensor:
         if self.mesh is not None:
             dist.all_reduce(total)
             total = total / self.plan.tp

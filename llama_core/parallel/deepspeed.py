@@ -250,6 +250,7 @@ class DeepSpeedModel:
             # is not finite
             flaw = total - total
             self.engine.backward(loss * (scale + flaw), scale_wrt_gas=False)
+        self.own_loss = total.clone()
         return self._sum_over_ranks(total) / count
 
     def update(

@@ -20,6 +20,7 @@ from llama_core.errors import PlanError
 from llama_core.planning.plan import ParallelPlan
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 CONNECTS_TO_ALL = 1024
 """Most ranks of a job in which gloo connects each to every other when they join, so that all see at once that one is
@@ -247,10 +248,15 @@ def is_first_rank() -> bool:
 
 def from_first_rank(value: T) -> T:
     """Return rank 0's value on all ranks; it must be picklable."""
+    return from_rank(0, value)
+
+
+def from_rank(rank: int, value: T) -> T:
+    """Return one rank's value on all ranks; it must be picklable."""
     if not dist.is_initialized():
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(holder, src=rank, device=torch.device("cpu"))
     return holder[0]
 
 
@@ -268,9 +274,7 @@ def first_complaint(complaint: str) -> str:
     (of_rank,) = most_over_ranks(own_rank() + 1 if complaint else 0)
     if not of_rank or not dist.is_initialized():
         return complaint
-    holder = [complaint]
-    dist.broadcast_object_list(holder, src=of_rank - 1, device=torch.device("cpu"))
-    return holder[0]
+    return from_rank(of_rank - 1, complaint)
 
 
 def most_over_ranks(*values: int) -> tuple[int, ...]:
@@ -282,11 +286,12 @@ def most_over_ranks(*values: int) -> tuple[int, ...]:
     return tuple(most.tolist())
 
 
-def of_every_rank(value: int) -> tuple[int, ...]:
+def of_every_rank(value: N) -> tuple[N, ...]:
     """Return the values of all ranks, in order."""
     if not dist.is_initialized():
         return (value,)
-    values = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    values = torch.zeros(dist.get_world_size(), dtype=dtype)
     values[dist.get_rank()] = value
     dist.all_reduce(values)
     return tuple(values.tolist())

@@ -11,6 +11,9 @@ from typing import Any
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import checked_record, read_json, write_json
 
+MAX_NAMED = 4
+"""Most ranks that a line names with their nodes."""
+
 
 @dataclass(frozen=True)
 class Suspect:
@@ -27,12 +30,18 @@ class Suspect:
         return f"rank {self.rank} on {self.host} ({self.device})"
 
 
+def named(suspects: Sequence[Suspect]) -> str:
+    """Return the ranks in words; of many, the first ones."""
+    who = " and ".join(map(str, suspects[:MAX_NAMED]))
+    return f"{who} and {len(suspects) - MAX_NAMED} more" if len(suspects) > MAX_NAMED else who
+
+
 @dataclass(frozen=True)
 class Rollback:
-    """One return to a checkpoint."""
+    """One return to a checkpoint, or to the step before a bad one that was taken again at once."""
 
     step: int
-    """The step of the checkpoint."""
+    """The step of the checkpoint, or the one before the bad step."""
     bad_step: int
     """The step that was bad. Its data, and those of all steps since ``step``, are left out, if they are at fault."""
     reason: str
@@ -42,7 +51,14 @@ class Rollback:
     time: float
     """Seconds since the epoch."""
     suspects: tuple[Suspect, ...] = ()
-    """The ranks that may hold wrong values, if replicas differed."""
+    """The ranks that may hold wrong values, if replicas differed, or that may have computed wrongly."""
+    at_once: bool = False
+    """Whether the bad step was good when it was taken again, without a return to a checkpoint."""
+
+    def __str__(self) -> str:
+        """Return what the run did, and why."""
+        what = "taken again at once" if self.at_once else f"went back to the checkpoint of step {self.step:,}"
+        return f"{what}: {self.reason}"
 
 
 def read_rollbacks(run: RunDirectory) -> list[Rollback]:

@@ -146,7 +146,7 @@ def diagnose(run: RunDirectory, *, read: bool = True) -> Diagnosis:
         _disk(run, config, state, good),
         _metrics(run, state, good),
         *_slow_ranks(run),
-        *_differing_replicas(run),
+        *_wrong_devices(run),
         *_evaluations(run),
         *(list(_damaged_records(run)) or _edited_settings(run, config, state)),  # which reads some of them
         *([Fact("advice", advice)] if advice else []),
@@ -288,12 +288,12 @@ def _slow_ranks(run: RunDirectory) -> Iterator[Fact]:
         yield from (Fact("straggler", str(one)) for one in still_behind(read_stragglers(run)))
 
 
-def _differing_replicas(run: RunDirectory) -> Iterator[Fact]:
-    """Yield a line for each time that the run went back because replicas differed."""
+def _wrong_devices(run: RunDirectory) -> Iterator[Fact]:
+    """Yield a line for each time that a device, and not the data, made a step bad."""
     with suppress(RunDirectoryError):
         for rollback in read_rollbacks(run):
-            if rollback.suspects:
-                yield Fact("replicas", f"step {rollback.bad_step}: {rollback.reason}")
+            if rollback.data is None:
+                yield Fact("device", f"step {rollback.bad_step}: {rollback.reason}")
 
 
 def _evaluations(run: RunDirectory) -> Iterator[Fact]:

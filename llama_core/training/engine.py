@@ -54,6 +54,10 @@ class Engine(Protocol):
 
     model: Llama
 
+    @property
+    def own_loss(self) -> Tensor:
+        """The sum of the losses that this rank has computed in the last step, a scalar; 0 if others have the head."""
+
     def initialize_weights(self, seed: int) -> None:
         """Draw the initial weights; a seed gives the same weights under every plan."""
 
@@ -190,6 +194,11 @@ class NativeEngine:
         self.forward_backward = parallel.forward_backward
         self.evaluate = parallel.evaluate
         self.measure_rows = parallel.measure_rows
+
+    @property
+    def own_loss(self) -> Tensor:
+        """The sum of the losses that this rank has computed in the last step."""
+        return self.parallel.own_loss
 
     def set_weights(self, fill: Callable[[Llama], None]) -> None:
         """Call ``fill`` on the rank's model to set its parameters."""

@@ -1,11 +1,13 @@
 """A step that the device has been given, and what becomes known of it: nothing here waits before it must."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from llama_core.models.batch import Batch
 from llama_core.models.llama import Llama
 from llama_core.parallel.measured import MeasuredValues, measured, measured_totals
 from llama_core.planning.plan import ParallelPlan
@@ -32,6 +34,10 @@ class StepValues:
     """The same of every rank, in order, where it is not reduced; without those that were not reported for this step."""
     measured: MeasuredValues
     """What the model and the objective have measured beside the loss."""
+
+    def overflowed(self, loss_scale: float) -> bool:
+        """Return whether no weight was updated only because the loss was multiplied by ``loss_scale``."""
+        return not self.updated and math.isfinite(self.loss) and loss_scale > 1.0
 
 
 class ValuesUnderWay:
@@ -85,5 +91,7 @@ class StepUnderWay:
     loss_scale: float
     clock: StepClock
     values: ValuesUnderWay
+    microbatches: Sequence[Batch]
+    """This rank's share of its data, on its device."""
     position: Mapping[str, Any]
     """The position in the data after this step's."""

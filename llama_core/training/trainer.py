@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ from llama_core.training.parts.notices import BadStepNotices
 from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.patience import Patience
 from llama_core.training.parts.preparations import CompiledBlocks, ReferenceModel
+from llama_core.training.parts.repeats import Repeats
 from llama_core.training.parts.replicas import ReplicaCheck
 from llama_core.training.parts.saves import Saves
 from llama_core.training.parts.spikes import BadStep
@@ -58,7 +59,7 @@ from llama_core.training.parts.stragglers import StragglerWatch
 from llama_core.training.rates import learning_rate
 from llama_core.training.reference import References
 from llama_core.training.reports import Reports, in_words
-from llama_core.training.step import SLOWEST_SECONDS, StepUnderWay, ValuesUnderWay
+from llama_core.training.step import SLOWEST_SECONDS, StepUnderWay, StepValues, ValuesUnderWay
 from llama_core.training.teacher import refer_to_teacher
 from llama_core.training.timing import TimedSteps
 
@@ -196,6 +197,7 @@ class Trainer:
             device=self.device,
             is_due=lambda step: self.saves.is_due(step) or self.held_out.is_due(step),
         )
+        self.repeats = Repeats(plan, engine=self.engine, device=self.device, take=self._take_again)
         memory = MemoryReport(self.meter, self.reports)
         self.metrics = MetricsLog(
             run,
@@ -233,6 +235,7 @@ class Trainer:
             self.stop,
             StragglerWatch(run, config, self.progress, reports=self.reports, device=self.device),
             self.check,  # was the step a good one?
+            self.repeats,  # or does a device compute wrongly?
             replicas,  # do replicas still agree?
             self.held_out,  # the held-out loss after it
             Patience(config.training, self.progress),  # does that end the run?
@@ -271,7 +274,7 @@ class Trainer:
         """Train until ``total_steps``, or until patience has run out, with a checkpoint at the end.
 
         Raises:
-            NonFiniteError, LossSpikeError, ReplicasDifferError: after a bad step, as ``BadSteps`` says.
+            NonFiniteError, LossSpikeError, WrongDeviceError: after a bad step, as ``BadSteps`` says.
             StoppedError: when ``should_stop`` returned True; a checkpoint of the last step has been saved.
             CheckpointError: if a checkpoint cannot be written.
         """
@@ -369,6 +372,7 @@ class Trainer:
             loss_scale=loss_scale,
             clock=clock,
             values=values,
+            microbatches=microbatches,
             position=self.batches.state_dict(),
         )
 
@@ -384,6 +388,8 @@ class Trainer:
             begun = under_way.popleft()
             seconds = begun.clock.seconds()  # waits for the device
             values = begun.values.read()
+            if not (values.updated or under_way or values.overflowed(begun.loss_scale)):
+                values = self.repeats.again(begun, values)
             asked_to_stop = asked_to_stop or bool(values.reported[ASKED_TO_STOP])
             self.loss_scale.update(finite=values.updated)
             self._last_loss = values.loss
@@ -398,6 +404,7 @@ class Trainer:
                 loss_scale=begun.loss_scale,
                 seconds=seconds,
                 values=values,
+                microbatches=begun.microbatches,
                 measured={**values.measured.values, **self.reports.recorded(values.reported)},
                 position=begun.position,
                 is_newest=not under_way,
@@ -409,25 +416,36 @@ class Trainer:
                 return step.bad
         return None
 
+    def _take_again(self, begun: StepUnderWay) -> StepValues:
+        """Take the newest step again, which has updated no weight."""
+        result = self._optimize(begun.microbatches, step=begun.step)
+        return ValuesUnderWay(result, Reports(), self.engine.model, self.plan, self.device).read()
+
     def _optimize(
-        self, microbatches: list[Batch], on_phase: Callable[[Phase], None] = lambda phase: None
+        self,
+        microbatches: Sequence[Batch],
+        on_phase: Callable[[Phase], None] = lambda phase: None,
+        *,
+        step: int | None = None,
     ) -> StepResult:
+        """Train on this rank's share of a step; by default, of the one after ``progress.step``."""
         training = self.config.training
+        step = self.progress.step + 1 if step is None else step
         if drops_out(self.config.spec):
-            self._seed_dropout()
+            self._seed_dropout(step)
         return train_step(
             self.engine,
             microbatches,
-            learning_rate=learning_rate(self.progress.step + 1, training, self.progress.total_steps),
+            learning_rate=learning_rate(step, training, self.progress.total_steps),
             max_grad_norm=training.max_grad_norm,
             loss_scale=self.loss_scale.value,
             on_phase=on_phase,
         )
 
-    def _seed_dropout(self) -> None:
+    def _seed_dropout(self, step: int) -> None:
         """Seed dropout so that a repeated step, and tensor-parallel ranks with the same tokens, drop the same."""
         replica = dist.get_rank() // self.plan.tp if dist.is_initialized() else 0
-        name = f"dropout {self.config.training.seed} {self.progress.step} {replica}"
+        name = f"dropout {self.config.training.seed} {step} {replica}"
         digest = hashlib.sha256(name.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8]))
 
@@ -477,7 +495,7 @@ class Trainer:
         """Return to the newest checkpoint because of a bad step, in this process.
 
         Raises:
-            NonFiniteError, LossSpikeError, ReplicasDifferError: if there is none.
+            NonFiniteError, LossSpikeError, WrongDeviceError: if there is none.
         """
         self.activity.tell("returning to a checkpoint", "recomputed")
         self.checkpointer.finish()

@@ -43,7 +43,7 @@ def _events(run: RunDirectory, contents: RunContents) -> Iterator[RunEvent]:
     yield from _attempts(contents)
     yield from _of_steps(contents.steps)
     for back in contents.rollbacks:
-        yield RunEvent(back.time, back.bad_step, f"went back to the checkpoint of step {back.step:,}: {back.reason}")
+        yield RunEvent(back.time, back.bad_step, str(back))
     for path in list_checkpoints(run):
         with suppress(OSError):  # deleted meanwhile, since newer ones are kept
             yield RunEvent(os.lstat(path).st_mtime, checkpoint_step(path), "checkpoint")

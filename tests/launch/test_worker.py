@@ -18,7 +18,7 @@ from llama_core.chain.prepare import prepare_run
 from llama_core.config.overrides import Override
 from llama_core.config.recorded import load_recorded
 from llama_core.config.run import RunConfig
-from llama_core.errors import LossSpikeError, ReplicasDifferError, RunDirectoryError
+from llama_core.errors import LossSpikeError, RunDirectoryError, WrongDeviceError
 from llama_core.launch.logs import NOTABLE
 from llama_core.launch.outcome import read_outcome
 from llama_core.launch.rank.worker import run_to_end
@@ -377,7 +377,7 @@ def test_a_run_that_replicas_end_names_the_nodes_to_look_at(tmp_path):
     run.create()
 
     def build(should_stop):
-        raise ReplicasDifferError("step 8: rank 0 and rank 3 differ", ["node1", "node2"])
+        raise WrongDeviceError("step 8: rank 0 and rank 3 differ", ["node1", "node2"])
 
     outcome = run_to_end(run, build)
     assert outcome.status == "node-failure"

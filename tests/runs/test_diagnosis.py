@@ -215,8 +215,8 @@ def test_replicas_that_differed_are_told_of_and_are_no_problem(run):
     bad_data = Rollback(2, 3, "loss 9", {"position": 4}, 1.0)
     write_rollbacks(run, [bad_data, Rollback(4, 6, reason, None, 2.0, (Suspect(1, "node7", "NVIDIA H200, cuda:1"),))])
     found = diagnose(run)
-    assert texts(found, "replicas") == [f"step 6: {reason}"]
-    assert "replicas" not in {fact.subject for fact in found.facts if fact.is_problem}
+    assert texts(found, "device") == [f"step 6: {reason}"]
+    assert "device" not in {fact.subject for fact in found.facts if fact.is_problem}
 
 
 def test_a_damaged_checkpoint_is_a_problem_only_found_by_reading(run):

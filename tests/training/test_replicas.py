@@ -13,7 +13,7 @@ from parity import HYBRID, OTHER_SPARSE, TIED, UNTIED, native_engine, own_microb
 from test_trainer import BATCH_SIZE, Counting, assert_equal, losses, trainer
 from tiers import cases, wide
 
-from llama_core.errors import ReplicasDifferError, StoppedError
+from llama_core.errors import StoppedError, WrongDeviceError
 from llama_core.models.layers import local_part
 from llama_core.parallel import replicas, zero
 from llama_core.parallel.ranks import own_rank
@@ -102,7 +102,7 @@ def train(path, plan, flips=(), stops_after=STEPS, **settings):
 
 def ending(path, *arguments, **settings):
     """Train on a rank until replicas differ for good; return the error."""
-    with pytest.raises(ReplicasDifferError) as caught:
+    with pytest.raises(WrongDeviceError) as caught:
         train(path, *arguments, **settings)
     return str(caught.value), caught.value.hosts
 

@@ -24,11 +24,11 @@ from llama_core.errors import (
     CheckpointError,
     LossSpikeError,
     NonFiniteError,
-    ReplicasDifferError,
     RequestError,
     RunDirectoryError,
     StoppedError,
     TrainingInfraError,
+    WrongDeviceError,
 )
 from llama_core.imports import importing_torch
 from llama_core.launch.attempts import current_attempt, own_job, own_restart
@@ -250,7 +250,7 @@ def _classify(run: RunDirectory, error: Exception, proof: Evidence | None) -> tu
         return "crashed", MORE_DISK
     if _CPU_OUT_OF_MEMORY in str(error):
         return "oom", LESS_MEMORY
-    if isinstance(error, ReplicasDifferError):
+    if isinstance(error, WrongDeviceError):
         return "node-failure", on_other_nodes(",".join(error.hosts), own_job(run))
     for kind, status, next_action in _ENDINGS:
         if isinstance(error, kind):

@@ -1,7 +1,6 @@
 """Tells bad steps from good ones, and what becomes of the run after a bad one."""
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +38,7 @@ class StepCheck(LoopPart):
     def after_step(self, step: FinishedStep) -> None:
         """Judge the step."""
         values = step.values
-        overflowed = not values.updated and math.isfinite(values.loss) and step.loss_scale > 1.0
+        overflowed = values.overflowed(step.loss_scale)
         step.is_sound = values.updated or overflowed
         if step.is_sound:
             self.num_sound_steps += 1
@@ -121,8 +120,13 @@ class BadSteps(LoopPart):
                 or after one, if ``on_bad_step`` stops the run or the rollbacks are used up, or if the weights that it
                 began with are not finite; at the end, if no step had a finite loss and gradient.
             LossSpikeError: after a spike, if ``on_bad_step`` stops the run or the rollbacks are used up.
-            ReplicasDifferError: if replicas differ, and one of the ranks that may be wrong has been suspected before.
+            WrongDeviceError: if a rank that may be wrong has been suspected before.
         """
+        if step.mended is not None:
+            self._end_if_suspected_again(step.mended)
+            if is_first_rank():
+                logger.warning("step %d was bad at first: %s", step.step, step.mended.reason)
+            self._add(step.step - 1, step.mended, at_once=True)
         if step.bad is not None and step.bad.suspects:
             self._end_if_suspected_again(step.bad)
             return
@@ -155,7 +159,7 @@ class BadSteps(LoopPart):
     def went_back(self, bad: BadStep) -> None:
         """Record the rollback, before any step on other data."""
         step = self._progress.step
-        self.rollbacks.append(Rollback(step, bad.step, bad.reason, bad.data, time.time(), bad.suspects))
+        self._add(step, bad)
         if not is_first_rank():
             return
         what = f"takes steps {step + 1} to {bad.step} again"
@@ -163,7 +167,12 @@ class BadSteps(LoopPart):
             count = f"rollback {self._num_without_data} of {self._config.training.max_rollbacks}"
             what = f"left out the data of steps {step + 1} to {bad.step} ({count})"
         logger.warning("step %d is bad: %s; returned to step %d, and %s", bad.step, bad.reason, step, what)
-        write_rollbacks(self._run, self.rollbacks)
+
+    def _add(self, step: int, bad: BadStep, *, at_once: bool = False) -> None:
+        """Record that the run has returned to a step because of a bad one."""
+        self.rollbacks.append(Rollback(step, bad.step, bad.reason, bad.data, time.time(), bad.suspects, at_once))
+        if is_first_rank():
+            write_rollbacks(self._run, self.rollbacks)
 
     @property
     def _num_without_data(self) -> int:
@@ -174,7 +183,7 @@ class BadSteps(LoopPart):
         """End the run if one of the devices that may be wrong has been suspected before.
 
         Raises:
-            ReplicasDifferError: with the step where it was.
+            WrongDeviceError: with the step where it was.
         """
         for suspect in bad.suspects:
             for before in self.rollbacks:

@@ -5,12 +5,13 @@ things that it needs, and shares with the loop and the other parts only ``RunPro
 goes through them. All ranks call all parts, so a part may communicate wherever all ranks decide alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from llama_core.config.settings import UNNAMED
+from llama_core.models.batch import Batch
 from llama_core.records.held_out import HeldOutRows
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.step import StepValues
@@ -83,6 +84,8 @@ class FinishedStep:
     seconds: Mapping[str, float]
     """Wall time of each of its phases."""
     values: StepValues
+    microbatches: Sequence[Batch]
+    """This rank's share of its data, on its device."""
     position: Mapping[str, Any]
     """The position in the data after it."""
     is_newest: bool
@@ -100,6 +103,8 @@ class FinishedStep:
     """Which value was far above those of the steps before, and by how much; empty if none was."""
     bad: BadStep | None = None
     """Set if the step ends the run or makes it roll back."""
+    mended: BadStep | None = None
+    """Set if the step was bad at first, and good when it was taken again at once."""
     evaluation: HeldOutEvaluation = field(default_factory=HeldOutEvaluation)
     """The evaluation after it; without rows if there was none."""
 

@@ -10,15 +10,12 @@ from llama_core.models.layers import local_part
 from llama_core.parallel.ranks import from_first_rank, is_first_rank, num_ranks, of_every_rank, on_first_rank
 from llama_core.parallel.replicas import ReplicaSets, bit_hash
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.rollbacks import Suspect
+from llama_core.records.rollbacks import Suspect, named
 from llama_core.training.engine import Engine
 from llama_core.training.parts.part import FinishedStep, LoopPart, RunProgress
 from llama_core.training.parts.spikes import BadStep
 from llama_core.training.parts.stragglers import own_place
 from llama_core.training.reports import Reports
-
-MAX_NAMED = 4
-"""Most ranks that a line names with their nodes."""
 
 logger = logging.getLogger(__name__)
 
@@ -154,9 +151,7 @@ def _differing_names(number: int, hashes: Sequence[Mapping[tuple[int, str], int]
 
 def _in_words(suspects: Sequence[Suspect], names: Sequence[str], *, has_majority: bool) -> str:
     """Return which ranks differ from their replicas, and in what."""
-    who = " and ".join(map(str, suspects[:MAX_NAMED]))
-    if len(suspects) > MAX_NAMED:
-        who += f" and {len(suspects) - MAX_NAMED} more"
+    who = named(suspects)
     where = names[0] if names else "bits that are equal again by now"
     if len(names) > 1:
         where += f" and {len(names) - 1} more"

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from llama_core.config.settings import DATALOADER, DataSource, OnBadStep, TrainingConfig
-from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError, ReplicasDifferError
+from llama_core.errors import BadStepError, LossSpikeError, NonFiniteError, WrongDeviceError
 from llama_core.records.directory import RunDirectory
 from llama_core.records.rollbacks import Suspect
 from llama_core.redaction import shell_word
@@ -42,7 +42,7 @@ class BadStep:
         """
         if self.suspects:
             hosts = dict.fromkeys(suspect.host for suspect in self.suspects)
-            return ReplicasDifferError(f"step {self.step}: {self.reason}; {why}", list(hosts))
+            return WrongDeviceError(f"step {self.step}: {self.reason}; {why}", list(hosts))
         command = f"training-infra train --run-dir {shell_word(run.path)} --resume --set training."
         if source == DATALOADER:
             command = "launch_training(..., resume=True) after configure with "
