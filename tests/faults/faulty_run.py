@@ -88,7 +88,8 @@ class Fault:
 
     An action is ``{"signal": "SIGKILL"}`` (with ``count``, and ``to="supervisor"``), ``{"sleep": seconds}``,
     ``{"raise": message}``, ``{"errno": number}``, ``{"environment": variables}``, ``{"factor": "nan"}``, which
-    multiplies what the function returns, or ``{"flip": bit}``, in a weight of the optimizer whose method it is.
+    multiplies what the function returns, with ``"lasts": True`` in every call from then on, or ``{"flip": bit}``, in a
+    weight of the optimizer whose method it is.
     """
 
     phase: str

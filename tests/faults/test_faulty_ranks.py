@@ -1,13 +1,11 @@
 """A rank is slow, stuck, or computes what it should not."""
 
-import math
 import re
 
 import pytest
 from faulty_run import NUM_RANKS, STEPS, Fault, FaultyRun, where
 
 from llama_core.launch.attempts import log_path
-from llama_core.records.metrics import read_metrics
 from llama_core.records.rollbacks import read_rollbacks
 
 
@@ -54,15 +52,24 @@ def test_a_run_with_a_stuck_rank_is_a_hang_with_the_stacks_of_all_ranks(
 
 
 @pytest.mark.fault("NaN once", phase="forward")
-def test_a_loss_that_is_nan_once_costs_one_update(undisturbed, tmp_path, texts, token_cache, promise):
+def test_a_loss_that_is_nan_once_is_computed_again(undisturbed, tmp_path, texts, token_cache, promise):
     run = FaultyRun(tmp_path, texts, token_cache=token_cache)
     assert run.train(Fault("forward", {"factor": "nan"}, rank=1, step=3)).status == "finished"
-    skipped = read_metrics(run.run).column("skipped").to_pylist()
-    assert skipped == [step == 3 for step in range(1, STEPS + 1)]
-    rows = run.rows()
-    assert rows[:2] == undisturbed.rows()[:2]
-    assert all(math.isfinite(row["loss"]) for row in rows if row["step"] != 3)
-    promise("finished; step 3 skipped")
+    (taken_again,) = read_rollbacks(run.run)
+    assert (taken_again.bad_step, [suspect.rank for suspect in taken_again.suspects]) == (3, [1])
+    run.equals(undisturbed)
+    promise("named; step 3 taken again; finished; equal")
+
+
+@pytest.mark.fault("NaN in two steps", phase="forward")
+def test_a_rank_whose_loss_is_nan_in_two_steps_ends_the_run(undisturbed, tmp_path, texts, token_cache, promise):
+    run = FaultyRun(tmp_path, texts, token_cache=token_cache)
+    outcome = run.train(Fault("forward", {"factor": "nan"}, rank=1, step=3, times=2))
+    assert outcome.status == "node-failure"
+    assert "rank 1 on " in outcome.reason and "may also have been wrong in step 3" in outcome.reason
+    diagnosis = run.resume()
+    run.equals(undisturbed)
+    promise(f"node-failure; {where(diagnosis)}; equal")
 
 
 @pytest.mark.fault("NaN in a row", phase="forward")
@@ -70,7 +77,7 @@ def test_a_loss_that_stays_nan_ends_the_run_before_it_is_in_a_checkpoint(
     undisturbed, tmp_path, texts, token_cache, promise
 ):
     run = FaultyRun(tmp_path, texts, "training.max_skipped_steps=1", token_cache=token_cache)
-    outcome = run.train(Fault("forward", {"factor": "nan"}, rank=1, step=3, times=2))
+    outcome = run.train(Fault("forward", {"factor": "nan", "lasts": True}, rank=1, step=3))
     assert outcome.status == "non-finite"
     assert "for 2 steps in a row, up to step 4" in outcome.reason
     diagnosis = run.resume()

@@ -40,6 +40,7 @@ class Injector:
         fault = self.fault
         has_argument = not fault["argument"] or any(str(one).endswith(fault["argument"]) for one in arguments)
         again = self.begun in self.acted_in or len(self.acted_in) >= fault["times"]
+        again = again and not fault["action"].get("lasts")
         return self.step >= fault["step"] and has_argument and not again
 
     def act(self, result=None, arguments=()):
