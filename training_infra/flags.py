@@ -78,6 +78,7 @@ FLAGS = (
     Flag("--price", "launch.dollars_per_gpu_hour", "3.20"),
     Flag("--nodes", "launch.nodes", "2"),
     Flag("--min-nodes", "launch.min_nodes", "1"),
+    Flag("--spare-nodes", "launch.spare_nodes", "1"),
     Flag("--launcher", "launch.launcher", "slurm", is_common=True),
     Flag("--partition", "launch.slurm.partition", "gpu"),
     Flag("--account", "launch.slurm.account", "llm"),

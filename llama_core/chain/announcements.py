@@ -86,7 +86,7 @@ def say_plan(run: RunDirectory) -> None:
         say("note", f"{slow}; the estimate counts its memory but not its time")
     if config.is_elastic:
         free = f"as many as {config.launch.kind.title} has free"
-        say("note", f"the job starts with {config.fewest_nodes} to {config.num_nodes} nodes, {free}")
+        say("note", f"the job starts with {config.fewest_nodes} to {config.most_nodes} nodes, {free}")
 
 
 def say_hub(run: RunDirectory) -> None:

@@ -135,9 +135,9 @@ def plan_run(config: RunConfig, machine: Machine | None = None) -> PlannedRun:
     machine = machine or detect_machine()
     resolved = resolve_machine_defaults(config, machine)
     planned = planned_as(resolved.config, machine, resolved.choices)
-    if not resolved.config.is_elastic:
-        return planned
     fewest_nodes = resolved.config.fewest_nodes
+    if fewest_nodes == resolved.config.num_nodes:
+        return planned
     try:
         fewest = planned_as(on_nodes(resolved.config, fewest_nodes), machine)
     except (ConfigError, PlanError) as error:
@@ -164,7 +164,7 @@ def on_nodes(config: RunConfig, num_nodes: int) -> RunConfig:
         config,
         training={"batch_size": config.first_batch_size, "seq_len": config.first_seq_len},
         parallel={"gpus": ranks * num_nodes},
-        launch={"nodes": num_nodes, "min_nodes": None},
+        launch={"nodes": num_nodes, "min_nodes": None, "spare_nodes": 0},
     )
 
 

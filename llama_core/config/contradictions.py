@@ -254,7 +254,13 @@ def wrong_request(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int
 
 
 def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: int) -> Iterator[Problem]:
-    """Yield why the run cannot start on ``launch.min_nodes`` of its ``num_nodes`` nodes."""
+    """Yield why the job cannot start on fewer nodes than it asks for: ``num_nodes``, and spares."""
+    kind = launch.kind
+    all_or_none = f": {kind.title} starts a job with all of its nodes or not at all; leave it out"
+    if launch.spare_nodes and not kind.takes_fewer_nodes:
+        yield _wrong("launch.spare_nodes", launch.spare_nodes, all_or_none, "launch.launcher")
+    if launch.min_nodes is not None and launch.min_nodes < num_nodes and not kind.takes_fewer_nodes:
+        yield _wrong("launch.min_nodes", launch.min_nodes, all_or_none, "launch.launcher")
     if launch.min_nodes is None:
         return
     if launch.min_nodes > num_nodes:

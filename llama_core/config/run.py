@@ -389,9 +389,14 @@ class RunConfig(Section):
         return self.launch.min_nodes or self.num_nodes
 
     @property
+    def most_nodes(self) -> int:
+        """The nodes that the job asks for, spares included."""
+        return self.num_nodes + self.launch.spare_nodes
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the job may start with fewer nodes than it asks for."""
-        return self.fewest_nodes < self.num_nodes
+        return self.fewest_nodes < self.most_nodes
 
     @property
     def optimizer(self) -> OptimizerType:

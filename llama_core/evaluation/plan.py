@@ -95,7 +95,7 @@ def evaluating_request(config: RunConfig, shared: EvaluationPlan) -> RunConfig:
     """
     asked = config.evaluation
     device = evaluating_device(config, while_training=True)
-    launch: dict[str, object] = {"device": device, "nodes": shared.nodes, "min_nodes": None}
+    launch: dict[str, object] = {"device": device, "nodes": shared.nodes, "min_nodes": None, "spare_nodes": 0}
     if section := config.launch.kind.section:
         launch[section] = config.launch.request.of_an_evaluation(
             asked.partition, asked.qos, asked.time_limit_min, with_gpus=device == "cuda"

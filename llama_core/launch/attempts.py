@@ -136,11 +136,13 @@ def _cancel_path(run: RunDirectory) -> Path:
 
 def own_job(run: RunDirectory) -> JobRecord | None:
     """Return the job this process belongs to; None if it was started by hand."""
-    job_id = os.environ.get(JOB_ID_VARIABLE)
-    if job_id is None or not run.job.exists():
-        return None
-    job = read_typed(run.job, JobRecord)
-    return job if job.job_id == job_id else None
+    return recorded_job(run, os.environ.get(JOB_ID_VARIABLE, ""))
+
+
+def recorded_job(run: RunDirectory, job_id: str) -> JobRecord | None:
+    """Return the run's job if it has this id; None if it has another one, or is not recorded yet."""
+    job = read_typed(run.job, JobRecord) if job_id and run.job.exists() else None
+    return job if job is not None and job.job_id == job_id else None
 
 
 def own_restart() -> int:

@@ -67,9 +67,15 @@ def record_interruption(run: RunDirectory) -> bool:
 
 
 def record_requeue(
-    run: RunDirectory, job: JobRecord, attempt: Attempt, verdict: Verdict, excluded: Sequence[str] = ()
+    run: RunDirectory,
+    job: JobRecord,
+    attempt: Attempt,
+    verdict: Verdict,
+    excluded: Sequence[str] = (),
+    *,
+    in_place: bool = False,
 ) -> Outcome:
-    """Write why ``attempt`` ended, after which the scheduler starts ``job`` again.
+    """Write why ``attempt`` ended, after which ``job`` starts again.
 
     Args:
         run: the run the job works on.
@@ -77,8 +83,10 @@ def record_requeue(
         attempt: the one that ended; later steps belong to the next.
         verdict: why it ended; its next action is dropped, since the job is restarted.
         excluded: the nodes that the job is kept off from now on.
+        in_place: whether it starts again on its other nodes, without its scheduler's queue.
     """
-    next_action = f"nothing to do: {LAUNCHERS.named(job.launcher).title} has queued the job again"
+    again = f"{LAUNCHERS.named(job.launcher).title} has queued the job again"
+    next_action = f"nothing to do: {'the job has started again on its other nodes' if in_place else again}"
     waiting = Verdict(verdict.status, verdict.reason, next_action)
     return _record(run, job, attempt.restart, waiting, requeued=True, excluded=excluded)
 

@@ -24,7 +24,7 @@ FIRST_STEP = "in the first step"
 _CACHE = "torch keeps compiled blocks, if TORCHINDUCTOR_CACHE_DIR is on a disk that stays"
 SHORTENED_BY: Mapping[str, str] = {
     NOTICED: "launch.collective_timeout_s and launch.hang_timeout_s say how soon a silent rank is noticed",
-    QUEUED: "launch.min_nodes lets a job start on fewer nodes",
+    QUEUED: "launch.spare_nodes needs no queue, and launch.min_nodes lets a job start on fewer nodes",
     "compiling the blocks": _CACHE,
     FIRST_STEP: _CACHE,
 }

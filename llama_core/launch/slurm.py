@@ -122,6 +122,25 @@ def queued_job(user: int, name: str, comment: str) -> str | None:
     return next((row[0] for row in rows if len(row) == 2 and row[1] == comment), None)
 
 
+def nodes_of(job_id: str) -> list[str]:
+    """Return the nodes that a running job has now; empty if Slurm does not answer. Lost ones are no longer its own."""
+    shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    listed = re.search(r"(?<!\S)NodeList=(?!\(null\))(\S+)", shown.stdout) if shown else None
+    return hosts(listed[1]) if listed else []
+
+
+def hosts(abbreviated: str) -> list[str]:
+    """Return the names of the nodes that Slurm abbreviates so; empty if it does not answer."""
+    answer = _slurm("scontrol", "show", "hostnames", abbreviated)
+    return answer.stdout.split() if answer else []
+
+
+def give_back(job_id: str, nodes: Sequence[str]) -> bool:
+    """Take some nodes from a running job, which keeps its others; return whether Slurm agreed."""
+    kept = [node for node in nodes_of(job_id) if node not in nodes]
+    return bool(kept) and _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"))
+
+
 def requeue(job_id: str) -> bool:
     """Queue a running job again, under the same id; return whether Slurm agreed."""
     with _outliving_sigterm():

@@ -53,11 +53,6 @@ def _device(config: RunConfig, machine: Machine) -> tuple[str, str]:
     gpus = config.parallel.gpus
     launcher = config.launch.kind
     if not launcher.is_here:
-        if config.is_elastic and not launcher.takes_fewer_nodes:
-            raise EnvironmentMismatchError(
-                f"launch.min_nodes={config.launch.min_nodes}: {launcher.title} starts a job with all of its nodes or "
-                "not at all; leave it out"
-            )
         return "cuda" if device == "auto" else device, f"the default on {launcher.title}"
     if config.launch.nodes is not None and config.launch.nodes > 1:
         raise EnvironmentMismatchError(

@@ -64,7 +64,7 @@ class AttemptRecord(TypedDict):
     status: str
     reason: str
     requeued: bool
-    """Whether the scheduler queued its job again."""
+    """Whether its job started again: its scheduler queued it, or it had spare nodes."""
     excluded: list[str]
     """The nodes that the job was kept off from then on."""
     first_step: int | None

@@ -189,7 +189,7 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
         requested = config.config_of(element)
         if requested.is_elastic:
             why = "elements are compared on the nodes that they ask for"
-            raise ConfigError(f"launch.min_nodes: {why}; leave it out")
+            raise ConfigError(f"launch.min_nodes and launch.spare_nodes: {why}; leave them out")
         if not config.ranking.trains:
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())

@@ -139,5 +139,5 @@ def test_a_job_that_cannot_be_planned_ends_with_the_reason(run, capsys, monkeypa
 
 def test_elements_of_a_sweep_always_get_their_nodes(tmp_path):
     sweep = SweepConfig.from_mapping({"name": "tiny", "base": request().model_dump(), "grid": {"training.seed": [1]}})
-    with pytest.raises(ConfigError, match=r"launch\.min_nodes: elements are compared"):
+    with pytest.raises(ConfigError, match=r"launch\.min_nodes and launch\.spare_nodes: elements are compared"):
         sweeps.prepare(sweep, tmp_path / "sweep")

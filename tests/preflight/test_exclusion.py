@@ -127,7 +127,7 @@ def asked(monkeypatch):
 
 def test_the_job_is_queued_again_first_and_then_kept_off_the_nodes(run, asked):
     append_preflight(run, decided(checked(5)))
-    assert start_elsewhere(run, JOB, 0, surroundings=slurm.SlurmSurroundings())
+    assert start_elsewhere(run, JOB, 0, num_nodes=0, surroundings=slurm.SlurmSurroundings())
     assert asked.asked == [("requeue", "812"), ("exclude", "812", ("n5",))]
     outcome = read_outcome(run)
     assert (outcome.status, outcome.attempts[-1]["requeued"]) == ("node-failure", True)
@@ -164,7 +164,7 @@ def test_a_job_that_only_names_slow_ranks_keeps_their_nodes(run, asked):
 def test_an_exclusion_that_slurm_does_not_accept_is_told(run, asked):
     append_preflight(run, decided(checked(5)))
     asked.answers["exclude"] = False
-    assert start_elsewhere(run, JOB, 0, surroundings=slurm.SlurmSurroundings())
+    assert start_elsewhere(run, JOB, 0, num_nodes=0, surroundings=slurm.SlurmSurroundings())
     outcome = read_outcome(run)
     assert outcome.reason.endswith("; Slurm queued the job again, but did not exclude n5")
     assert outcome.attempts[-1]["requeued"]
@@ -174,7 +174,7 @@ def test_an_exclusion_that_slurm_does_not_accept_is_told(run, asked):
 def test_a_job_that_slurm_does_not_queue_again_ends_with_the_node_named(run, asked):
     append_preflight(run, decided(checked(5)))
     asked.answers["requeue"] = False
-    assert not start_elsewhere(run, JOB, 0, surroundings=slurm.SlurmSurroundings())
+    assert not start_elsewhere(run, JOB, 0, num_nodes=0, surroundings=slurm.SlurmSurroundings())
     assert asked.asked == [("requeue", "812")]
     outcome = read_outcome(run)
     assert outcome.status == "node-failure"

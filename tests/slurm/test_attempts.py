@@ -8,7 +8,7 @@ from waiting import eventually
 from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
-from llama_core.launch.attempts import RESTART_VARIABLE
+from llama_core.launch.attempts import RESTART_VARIABLE, current_attempt
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
@@ -138,6 +138,25 @@ def test_a_run_that_loses_a_node_restarts_on_others(interrupted, last_node):
     assert first["status"] == "node-failure"
 
 
+@pytest.fixture
+def down():
+    """Take nodes from the cluster, as if they had lost power; they are started again at the end."""
+    taken = []
+
+    def take(number):
+        taken.append(number)
+        cluster.kill_node(number)
+        cluster.declare_down(number)
+
+    yield take
+    for number in taken:
+        cluster.start_node(number)
+
+
+def at_step(handle, step):
+    eventually(lambda: handle.run.heartbeat.exists() and read_json(handle.run.heartbeat)["step"] >= step)
+
+
 def only(*nodes):
     """Return the setting that leaves a job no other nodes, and so no spare."""
     cluster.wait_until_idle(*nodes)
@@ -157,6 +176,30 @@ def test_a_run_that_loses_a_node_without_a_spare_goes_on_with_fewer(train, undis
     assert load_config(handle.run).launch.nodes == 2
     assert [step for step, *_ in history(handle.run)] == [step for step, *_ in undisturbed]
     assert losses(history(handle.run)) == pytest.approx(losses(undisturbed), rel=1e-5)
+
+
+def test_a_run_with_a_spare_goes_on_with_it_without_the_queue_and_is_queued_again_once_there_is_none(
+    train, undisturbed, down
+):
+    handle = train("spare", "launch.spare_nodes=1", only(5, 6, 7))
+    at_step(handle, 3)
+    assert cluster.hosts(nodes_of(handle.record.job_id)) == ["node5", "node6", "node7"]
+    down(6)
+    eventually(lambda: current_attempt(handle.run, handle.record).restart == 1)
+    assert cluster.hosts(nodes_of(handle.record.job_id)) == ["node5", "node7"]
+    assert cluster.job_fields(handle.record.job_id)["Restarts"] == "0"
+    first = read_json(handle.run.heartbeat)["step"]
+    at_step(handle, first + 2)
+    down(7)
+    eventually(lambda: cluster.job_fields(handle.record.job_id)["Restarts"] == "1")
+    cluster.start_node(6)
+    outcome = handle.wait()
+    assert (outcome.status, outcome.step) == ("finished", STEPS), outcome
+    assert [(a["status"], a["requeued"], a["reason"]) for a in outcome.attempts[:2]] == [
+        ("node-failure", True, "Slurm lost node6"),
+        ("node-failure", True, "Slurm lost node7"),
+    ]
+    assert history(handle.run) == undisturbed
 
 
 def losses(steps):

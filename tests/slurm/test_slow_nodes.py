@@ -79,6 +79,17 @@ def test_a_job_starts_again_once_without_a_node_that_is_slow(train):
     assert (second.excluded, second.kept) == ((), "it has started again for this before")
 
 
+def test_a_job_with_a_spare_gives_a_slow_node_back_and_goes_on_without_the_queue(train):
+    job = train("launch.preflight=exclude", "launch.spare_nodes=1")
+    outcome = job.wait()
+    assert (outcome.status, outcome.step) == ("finished", 3), outcome
+    slow = read_preflights(job.run)[0].ranks[1].host
+    first, _ = outcome.attempts
+    assert (first["status"], first["requeued"], first["excluded"]) == ("node-failure", True, [slow])
+    fields = cluster.job_fields(job.record.job_id)
+    assert (fields["Restarts"], slow in cluster.hosts(fields["NodeList"])) == ("0", False)
+
+
 def test_a_job_at_its_time_limit_leaves_out_the_node_that_fell_behind_while_it_trained(train):
     job = train("launch.preflight=off", "launch.stragglers=exclude", "training.steps=1000000")
     eventually(lambda: read_stragglers(job.run))

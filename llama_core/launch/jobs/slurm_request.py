@@ -95,24 +95,37 @@ def slurm_parameters(
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],
         "additional_parameters": {"requeue" if slurm.requeue else "no-requeue": True} | options,
     } | {name: value for name, value in asked.items() if value is not None}
-    return request if elastic_run is None else _for_any_nodes(request, config.fewest_nodes, elastic_run)
+    return request if elastic_run is None else _for_any_nodes(request, config, elastic_run)
 
 
-def _for_any_nodes(request: dict[str, Any], fewest_nodes: int, run_dir: Path) -> dict[str, Any]:
+def _for_any_nodes(request: dict[str, Any], config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Return the request for a job that takes the nodes that are free, and plans its run for them at each start.
+
+    With spares, it outlives the loss of a node, unless that is its first one, and then starts its ranks again.
 
     Slurm is not told how many tasks a node has: it remembers the tasks of the first start, and then gives neither fewer
     nodes nor, before 22.05.9, more nodes than tasks. Only srun is told.
     """
     ranks = request.pop("ntasks_per_node")
     cores = request.pop("cpus_per_task")
-    planning = [f'ranks="$({shlex.join([*PLANNER, str(run_dir), SLURM.name])})" || exit 1', 'eval "$ranks"']
-    sizes = {"nodes": f"{fewest_nodes}-{request['nodes']}", "mincpus": ranks * cores}
-    return request | {
-        "setup": [*request.get("setup", ()), *planning],
-        "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
-        "additional_parameters": request["additional_parameters"] | sizes,  # submitit needs one number of nodes, too
-    }
+    planner = shlex.join([*PLANNER, str(run_dir), SLURM.name])
+    planning = [f'ranks="$({planner})" || exit 1', 'eval "$ranks"']
+    further = {"nodes": f"{config.fewest_nodes}-{config.most_nodes}", "mincpus": ranks * cores}
+    again: dict[str, Any] = {}
+    if config.launch.spare_nodes:
+        planning = ["while :; do", *planning]
+        again = {"teardown": ["ended=$?", f'{planner} --again || exit "$ended"', "done"]}
+        further["no-kill"] = True
+    return (
+        request
+        | again
+        | {
+            "setup": [*request.get("setup", ()), *planning],
+            "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
+            "additional_parameters": request["additional_parameters"]
+            | further,  # submitit needs one number of nodes, too
+        }
+    )
 
 
 def in_one_task(request: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from llama_core.launch.attempts import (
     exit_path,
     is_cancellation_requested,
 )
-from llama_core.launch.outcome import excluded_nodes, is_requeued, record_requeue, record_surrender
+from llama_core.launch.outcome import concluded, excluded_nodes, is_requeued, record_requeue, record_surrender
 from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launch.rank.watchdogs import LOOK_SECONDS
 from llama_core.launch.scheduler import JobStatus
@@ -144,13 +144,18 @@ def _behind(run: RunDirectory) -> list[Straggler]:
     return []
 
 
-def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surroundings: Surroundings) -> bool:
-    """Queue a job again without the nodes that its newest ``PreflightRecord`` excludes; return whether it starts again.
+def start_elsewhere(
+    run: RunDirectory, job: JobRecord, restart: int, *, num_nodes: int, surroundings: Surroundings
+) -> bool:
+    """Start a job again without the nodes that its newest ``PreflightRecord`` excludes; return whether it starts again.
+
+    It goes on on its other nodes if they are enough, and else is queued again.
 
     Args:
         run: the run the job works on.
         job: the job.
         restart: number of earlier starts of the job.
+        num_nodes: the nodes that it needs to go on, if its script starts ranks again; else 0.
         surroundings: what the ranks of the job find around them.
     """
     attempt = current_attempt(run, job)
@@ -166,7 +171,51 @@ def start_elsewhere(run: RunDirectory, job: JobRecord, restart: int, *, surround
     status = _answer(job, surroundings)
     if status is not None and not surroundings.is_running(status):  # somebody has cancelled it, or queued it again
         return False
+    if num_nodes and len(set(surroundings.nodes_now(job.job_id)).difference(nodes)) >= num_nodes:
+        record_requeue(run, job, attempt, verdict, nodes, in_place=True)
+        if surroundings.give_back(job, nodes):
+            finish_telling()
+            return True
     return _queued_again(run, job, attempt, verdict, surroundings, without=nodes)
+
+
+def goes_on(
+    run: RunDirectory, job: JobRecord, *, num_nodes: int, max_attempts: int, surroundings: Surroundings
+) -> bool:
+    """Return whether a job with spare nodes starts its ranks again, after those of an attempt have ended.
+
+    It does if nodes were lost or given back and enough are left; if they are too few, it is queued again.
+
+    Args:
+        run: the run the job works on.
+        job: the job.
+        num_nodes: the nodes that it needs to go on.
+        max_attempts: starts after which the job gives up.
+        surroundings: what the ranks of the job find around them.
+    """
+    attempt = current_attempt(run, job)
+    if attempt is None or is_cancellation_requested(run, job) or concluded(run, job) is not None:
+        return False
+    status = _answer(job, surroundings)
+    if status is None or not surroundings.is_running(status):
+        return False
+    if is_requeued(run, attempt):  # its first rank has given nodes back
+        return True
+    nodes = surroundings.nodes_now(job.job_id)
+    lost = [node for node in surroundings.hosts(attempt.nodes) if node not in nodes]
+    if not (nodes and lost):
+        return False
+    launcher = LAUNCHERS.named(job.launcher)
+    verdict = Verdict("node-failure", f"{launcher.title} lost {', '.join(lost)}", RESUME)
+    is_last = attempt.restart + 1 >= max_attempts
+    if is_last:
+        record_surrender(run, job, attempt, verdict, _too_many(launcher, max_attempts))
+    elif len(nodes) < num_nodes:
+        _queued_again(run, job, attempt, verdict, surroundings)
+    else:
+        record_requeue(run, job, attempt, verdict, in_place=True)
+        finish_telling()
+    return not is_last and len(nodes) >= num_nodes
 
 
 def _queued_again(

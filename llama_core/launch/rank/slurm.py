@@ -13,7 +13,16 @@ from llama_core.launch.rank.surroundings import (
     rendezvous_port,
 )
 from llama_core.launch.scheduler import JobStatus
-from llama_core.launch.slurm import earlier_states, exclude, failed_nodes, job_status, requeue
+from llama_core.launch.slurm import (
+    earlier_states,
+    exclude,
+    failed_nodes,
+    give_back,
+    hosts,
+    job_status,
+    nodes_of,
+    requeue,
+)
 from llama_core.launch.verdict import LESS_MEMORY, RESUME, Verdict
 from llama_core.machine.node import NODE_VARIABLE
 from llama_core.records.job import JobRecord
@@ -44,9 +53,9 @@ class SlurmSurroundings(Surroundings):
 
         job = JobEnvironment()
         restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        nodes = os.environ["SLURM_JOB_NODELIST"]
         # An elastic job may have more nodes than its plan needs; submitit counts ranks by those of the job.
-        os.environ["SLURM_JOB_NODELIST"] = os.environ.get("SLURM_STEP_NODELIST", nodes)
+        nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ["SLURM_JOB_NODELIST"])
+        os.environ["SLURM_JOB_NODELIST"] = nodes
         os.environ["SLURM_JOB_NUM_NODES"] = os.environ.get("SLURM_STEP_NUM_NODES", str(job.num_nodes))
         os.environ.setdefault("MASTER_PORT", str(rendezvous_port(int(os.environ["SLURM_JOB_ID"]), restart)))
         TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
@@ -92,6 +101,18 @@ class SlurmSurroundings(Surroundings):
     def exclude(self, job: JobRecord, nodes: Sequence[str]) -> bool:
         """Keep a job that was queued again off some nodes; return whether Slurm agreed."""
         return exclude(job.job_id, nodes)
+
+    def nodes_now(self, job_id: str) -> list[str]:
+        """Return the nodes that a running job has by now; empty if Slurm does not answer."""
+        return nodes_of(job_id)
+
+    def hosts(self, nodes: str) -> list[str]:
+        """Return the names of nodes that Slurm abbreviates as ``nodes``; empty if it does not answer."""
+        return hosts(nodes)
+
+    def give_back(self, job: JobRecord, nodes: Sequence[str]) -> bool:
+        """Let a running job go on without some of its nodes; return whether Slurm agreed."""
+        return give_back(job.job_id, nodes)
 
     def started_ranks(self) -> int:
         """Return how many ranks srun has started, this one included; 1 if it has not."""
@@ -145,7 +166,8 @@ class SlurmSurroundings(Surroundings):
         restart = int(environment.get("SLURM_RESTART_COUNT", "0"))
         return JobStart(environment["SLURM_JOB_ID"], restart, int(environment["SLURM_JOB_NUM_NODES"]))
 
-    def with_ranks(self, num_ranks: int, num_nodes: int) -> Mapping[str, int]:
-        """Return the variables that tell srun how many ranks to start, on how many nodes."""
+    def with_ranks(self, num_ranks: int, num_nodes: int, restart: int) -> Mapping[str, int]:
+        """Return the variables that tell srun how many ranks to start, on how many nodes, and ranks their start."""
         nodes = dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), num_nodes)
-        return nodes | dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), num_ranks)
+        ranks = dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), num_ranks)
+        return nodes | ranks | {"SLURM_RESTART_COUNT": restart}

@@ -97,6 +97,8 @@ class Supervisor:
     """Starts after which the job gives up."""
     max_excluded: int = 0
     """Nodes that the job may be kept off because they were slow while it trained."""
+    num_nodes: int = 0
+    """The nodes that the job needs to go on if it has spares; 0 if it has none."""
     companion: tuple[str, ...] = ()
     """The command line of a program that runs beside the first rank; empty for none."""
 
@@ -163,6 +165,7 @@ class Supervisor:
             rank.run_directory,
             rank.job,
             rank.place.restart,
+            num_nodes=self.num_nodes,
             surroundings=self.surroundings,
         )
 

@@ -95,6 +95,18 @@ class Surroundings(ABC):
         """Keep a job that was queued again off some nodes; return whether its scheduler agreed."""
         return False
 
+    def nodes_now(self, job_id: str) -> list[str]:
+        """Return the nodes that a running job has by now; empty if that is unknown."""
+        return []
+
+    def hosts(self, nodes: str) -> list[str]:
+        """Return the names of nodes that the scheduler abbreviates as ``nodes``; empty if that is unknown."""
+        return []
+
+    def give_back(self, job: JobRecord, nodes: Sequence[str]) -> bool:
+        """Let a running job go on without some of its nodes; return whether its scheduler agreed."""
+        return False
+
     def started_ranks(self) -> int:
         """Return how many ranks a step of the job around this process has started, this one included; 1 if none has.
 
@@ -115,8 +127,8 @@ class Surroundings(ABC):
         """Return the start of a job that may have fewer nodes than it asked for."""
         raise NotImplementedError
 
-    def with_ranks(self, num_ranks: int, num_nodes: int) -> Mapping[str, int]:
-        """Return the variables that make the job start so many ranks, on so many of its nodes."""
+    def with_ranks(self, num_ranks: int, num_nodes: int, restart: int) -> Mapping[str, int]:
+        """Return the variables that make the job start so many ranks, on so many of its nodes, after other starts."""
         raise NotImplementedError
 
 

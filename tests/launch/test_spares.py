@@ -1,0 +1,123 @@
+"""Whether a job with spare nodes starts its ranks again when those of an attempt have ended."""
+
+import pytest
+
+from llama_core.launch.attempts import Attempt, attempt_path, request_cancellation
+from llama_core.launch.outcome import read_outcome, record_requeue
+from llama_core.launch.rank.requeue import goes_on, start_elsewhere
+from llama_core.launch.rank.surroundings import BelowSubmitit
+from llama_core.launch.scheduler import JobStatus
+from llama_core.launch.verdict import Verdict
+from llama_core.records.directory import RunDirectory
+from llama_core.records.files import now, write_json
+from llama_core.records.job import JobRecord
+from llama_core.records.preflight import NamedRank, PreflightRecord, append_preflight
+
+JOB = JobRecord("slurm", "812", "login", "2026-11-29T20:00:00+00:00", name="a-run")
+ATTEMPT = Attempt(JOB.job_id, JOB.submitted_at, 0, "n1,n2", now())
+
+
+class Cluster(BelowSubmitit):
+    """A scheduler that has given a job some nodes, of which it may lose some."""
+
+    def __init__(self, *nodes, state="RUNNING", gives_back=True):
+        self.nodes = list(nodes)
+        self.state = state
+        self.gives_back = gives_back
+        self.asked = []
+
+    def status(self, job):
+        return JobStatus(self.state)
+
+    def is_running(self, status):
+        return status.state == "RUNNING"
+
+    def nodes_now(self, job_id):
+        return self.nodes
+
+    def hosts(self, nodes):
+        return nodes.split(",")
+
+    def give_back(self, job, nodes):
+        self.asked.append(("give back", *nodes))
+        return self.gives_back
+
+    def queue_again(self, job):
+        self.asked.append("queue again")
+        return True
+
+    def exclude(self, job, nodes):
+        self.asked.append(("exclude", *nodes))
+        return True
+
+
+@pytest.fixture
+def run(tmp_path):
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    write_json(directory.job, JOB)
+    write_json(attempt_path(directory), ATTEMPT)
+    return directory
+
+
+def again(run, cluster, max_attempts=20):
+    return goes_on(run, JOB, num_nodes=2, max_attempts=max_attempts, surroundings=cluster)
+
+
+def test_a_job_that_has_lost_a_node_starts_its_ranks_again_on_those_left(run):
+    cluster = Cluster("n1", "n3")
+    assert again(run, cluster)
+    outcome = read_outcome(run)
+    assert (outcome.status, outcome.reason, outcome.attempts[0]["requeued"]) == ("node-failure", "Slurm lost n2", True)
+    assert outcome.next_action == "nothing to do: the job has started again on its other nodes"
+    assert cluster.asked == []
+
+
+def test_a_job_with_too_few_nodes_left_is_queued_again(run):
+    cluster = Cluster("n1")
+    assert not again(run, cluster)
+    assert cluster.asked == ["queue again"]
+    assert read_outcome(run).next_action == "nothing to do: Slurm has queued the job again"
+
+
+def test_ranks_that_failed_on_nodes_that_are_all_there_do_not_start_again(run):
+    assert not again(run, Cluster("n1", "n2", "n3"))
+    assert not again(run, Cluster())  # Slurm does not answer
+    assert not run.outcome.exists()
+
+
+def test_a_job_that_is_over_cancelled_or_in_the_queue_does_not_start_its_ranks_again(run):
+    assert not again(run, Cluster("n1", "n3", state="COMPLETING"))
+    request_cancellation(run, JOB)
+    assert not again(run, Cluster("n1", "n3"))
+    assert not run.outcome.exists()
+
+
+def test_the_last_attempt_ends_the_job(run):
+    assert not again(run, Cluster("n1", "n3"), max_attempts=1)
+    assert read_outcome(run).reason == "Slurm lost n2; this was the last of 1 attempts (launch.slurm.max_attempts)"
+
+
+def test_ranks_start_again_after_the_first_one_has_given_nodes_back(run):
+    record_requeue(run, JOB, ATTEMPT, Verdict("node-failure", "n2 is slow", ""), ["n2"], in_place=True)
+    assert again(run, Cluster("n1", "n3"))
+    assert len(read_outcome(run).attempts) == 1
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked"),
+    [
+        (Cluster("n1", "n2", "n3"), [("give back", "n2")]),
+        (Cluster("n1", "n2"), ["queue again", ("exclude", "n2")]),
+        # Slurm keeps a job's first node, which runs its script
+        (Cluster("n1", "n2", "n3", gives_back=False), [("give back", "n2"), "queue again", ("exclude", "n2")]),
+    ],
+)
+def test_a_slow_node_is_given_back_if_a_spare_can_take_its_place(run, cluster, asked):
+    slow = NamedRank(1, "n2", "a device", ("slow",), slows_training=True)
+    checked = PreflightRecord(now(), 0.1, (), (slow,), excluded=("n2",), job_id="812")
+    append_preflight(run, checked)
+    assert start_elsewhere(run, JOB, 0, num_nodes=2, surroundings=cluster)
+    assert cluster.asked == asked
+    (attempt,) = read_outcome(run).attempts
+    assert (attempt["requeued"], attempt["excluded"]) == (True, ["n2"])
