@@ -3,15 +3,17 @@
 Failures come at random at the constant rate of a published run. Each costs the work since the last durable checkpoint,
 and a restart. The failed node is away until it is repaired; a spare node takes its place if there is one. The table
 has the share of the time that became progress (goodput) for several intervals between checkpoints, bandwidths of the
-storage, numbers of spare nodes and restart times.
+storage, numbers of spare nodes and restart times. A GPU may also become slow, and all others with it, until it is left
+out.
 """
 
 import argparse
 import heapq
+import math
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,14 @@ class Cluster:
     """Time that steps wait while a checkpoint is copied to the host; it is written while they go on."""
     restart_s: float = 300
     """From a failure to the first step, without loading the checkpoint: notice, requeue, start, build."""
+    slowdowns_per_failure: float = 0.0
+    """How often a GPU becomes slow. No published run says; the table assumes a tenth of its failures."""
+    slow_share: float = 0.15
+    """The share of the work that is missing while one is slow."""
+    left_out_after_s: float = math.inf
+    """How long the job keeps a slow GPU, unless it restarts before."""
+    restart_leaves_out: bool = True
+    """Whether a restart leaves slow GPUs out."""
 
     @property
     def save_s(self) -> float:
@@ -65,11 +75,40 @@ class Shares:
     """Work that was done again."""
     restarting: float = 0.0
     without_nodes: float = 0.0
+    slowed: float = 0.0
+    """Work that was missing because a GPU was slow."""
 
     @property
     def goodput(self) -> float:
         """Share of the time that became progress."""
-        return self.progress / (self.progress + self.saving + self.lost + self.restarting + self.without_nodes)
+        return float(self.progress / sum(astuple(self)))
+
+
+class SlowGpu:
+    """When a GPU of a job is slow; others that become slow meanwhile change nothing.
+
+    Args:
+        cluster: the job.
+        seed: of the times at which they become slow.
+    """
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self._dice = random.Random(f"slow GPUs {seed}")
+        self._rate = cluster.slowdowns_per_failure / cluster.mean_time_s
+        self._kept_s = cluster.left_out_after_s
+        self.since = 0.0
+        """When the present one has become slow, or the next one will."""
+        self.leave_out(0.0)
+
+    @property
+    def until(self) -> float:
+        """When the job leaves it out, unless it restarts before."""
+        return self.since + self._kept_s
+
+    def leave_out(self, now: float) -> None:
+        """Leave out the present one, if there is one."""
+        if self.since <= now:
+            self.since = now + (self._dice.expovariate(self._rate) if self._rate else math.inf)
 
 
 def simulate(cluster: Cluster, seconds: float, seed: int = 0) -> Shares:
@@ -77,22 +116,32 @@ def simulate(cluster: Cluster, seconds: float, seed: int = 0) -> Shares:
     dice = random.Random(seed)
     shares = Shares()
     interval = max(cluster.interval_s, cluster.save_s + cluster.stall_s)
+    slow = SlowGpu(cluster, seed)
     repaired: list[float] = []
     now = 0.0
     spare = cluster.spare_nodes
     while now < seconds:
-        lasts = min(dice.expovariate(1 / cluster.mean_time_s), seconds - now)
-        fails = now + lasts < seconds
+        lasts = min(dice.expovariate(1 / cluster.mean_time_s), seconds - now, max(0.0, slow.until - now))
+        is_over = now + lasts >= seconds
+        fails = not is_over and now + lasts < slow.until
         begun = int(lasts // interval)  # checkpoints begun, each after interval - stall of work
         durable = begun if lasts - begun * interval >= cluster.save_s + cluster.stall_s else max(begun - 1, 0)
         worked = lasts - begun * cluster.stall_s
         kept = durable * (interval - cluster.stall_s) if fails else worked
+        is_slow = max(0.0, now + lasts - max(now, slow.since)) / lasts if lasts else 0.0
+        missing = cluster.slow_share * is_slow * kept
         shares.saving += begun * cluster.stall_s
-        shares.progress += kept
+        shares.progress += kept - missing
+        shares.slowed += missing
         shares.lost += worked - kept
         now += lasts
-        if not fails:
+        if is_over:
             break
+        if cluster.restart_leaves_out or not fails:
+            slow.leave_out(now)
+        if not fails:  # it saves a checkpoint before it leaves the slow one out
+            shares.restarting += cluster.save_s
+            now += cluster.save_s
         while repaired and repaired[0] <= now:
             heapq.heappop(repaired)
             spare += 1
@@ -132,6 +181,15 @@ def rows() -> list[tuple[str, ...]]:
     varied += [
         ("restart", text, {"restart_s": 60 * minutes})
         for minutes, text in ((2, "2 min"), (5, "5 min *"), (15, "15 min"), (30, "30 min"))
+    ]
+    kept = ((3 * 86400.0, False, "3 days"), (math.inf, True, "to the next restart"), (600.0, True, "10 min"))
+    varied += [
+        (
+            "a slow GPU is kept",
+            text,
+            {"slowdowns_per_failure": 0.1, "left_out_after_s": seconds, "restart_leaves_out": at_restart},
+        )
+        for seconds, at_restart, text in kept
     ]
     return [
         (name, value, *(f"{goodput(replace(usual, gpus=gpus, **change)):.1%}" for gpus in (1024, 4096, 16384)))

@@ -28,6 +28,17 @@ def test_a_failure_costs_half_an_interval_and_a_restart():
     assert 1 / goodput(cluster) - 1 == pytest.approx(cost / cluster.mean_time_s, rel=0.05)
 
 
+def test_a_slow_gpu_costs_its_share_of_the_time_until_it_is_left_out():
+    kept_s = 3600.0
+    slow = replace(CLUSTER, slowdowns_per_failure=0.1, left_out_after_s=kept_s, restart_leaves_out=False)
+    shares = simulate(slow, 4000 * DAY)
+    # after one is left out, the next becomes slow in the mean time
+    is_slow = kept_s / (kept_s + slow.mean_time_s / slow.slowdowns_per_failure)
+    assert shares.slowed / (shares.slowed + shares.progress) == pytest.approx(slow.slow_share * is_slow, rel=0.1)
+    assert goodput(replace(slow, restart_leaves_out=True)) > goodput(slow)
+    assert goodput(slow) > goodput(replace(slow, left_out_after_s=10 * kept_s))
+
+
 def test_the_best_interval_is_that_of_young():
     stall, mean = 60.0, CLUSTER.mean_time_s
     best = (2 * stall * mean) ** 0.5
