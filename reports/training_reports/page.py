@@ -29,6 +29,7 @@ from training_reports.goodput import goodput_table, recoveries_table
 from training_reports.layout import REFUSED, STATUS_STYLE, Card, Panel, ReportPage, moment
 from training_reports.peak_memory import memory_comparison_panel, relative_error
 from training_reports.progress import job_sentence, progress_of
+from training_reports.slow_ranks import slow_ranks
 from training_reports.timelines import pipeline_timelines
 
 
@@ -352,6 +353,7 @@ def _panels(contents: RunContents) -> list[Panel]:
         *evaluated,
         memory_comparison_panel(contents),
         *of_a_step,
+        *slow_ranks(contents),
         *panels_of_running(contents),
     ]
 
