@@ -3,7 +3,10 @@
 import os
 import sys
 
+from llama_core.machine.node import NODE_VARIABLE
+
 name, *arguments = sys.argv[1:]
-os.environ |= {"MASTER_ADDR": "10.77.0.10", "GLOO_SOCKET_IFNAME": "eth0"}
+host = f"{name}-{os.environ['RANK']}"
+os.environ |= {"MASTER_ADDR": "10.77.0.10", "GLOO_SOCKET_IFNAME": "eth0", NODE_VARIABLE: host}
 worker = [sys.executable, "-m", "llama_core.launch.rank.worker", *arguments]
-os.execvp("ip", ["ip", "netns", "exec", f"{name}-{os.environ['RANK']}", *worker])
+os.execvp("ip", ["ip", "netns", "exec", host, *worker])
