@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -138,7 +139,10 @@ def hosts(abbreviated: str) -> list[str]:
 def give_back(job_id: str, nodes: Sequence[str]) -> bool:
     """Take some nodes from a running job, which keeps its others; return whether Slurm agreed."""
     kept = [node for node in nodes_of(job_id) if node not in nodes]
-    return bool(kept) and _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"))
+    # scontrol writes scripts for the job's shell to its folder, which nobody needs
+    with tempfile.TemporaryDirectory() as folder:
+        update = ("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}")
+        return bool(kept) and _agrees(_slurm(*update, folder=folder))
 
 
 def requeue(job_id: str) -> bool:
@@ -274,12 +278,12 @@ def _agrees(answer: subprocess.CompletedProcess[str] | None) -> bool:
     return answer is not None and answer.returncode == 0
 
 
-def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
-    """Run a Slurm command and return its result; None if it gets no answer in time or is not installed."""
+def _slurm(*command: str, folder: str | None = None) -> subprocess.CompletedProcess[str] | None:
+    """Run a Slurm command in a folder and return its result; None if it gets no answer in time or is not installed."""
     environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # otherwise Slurm truncates the list of a long array
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment, cwd=folder
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None

@@ -1,6 +1,7 @@
 """A node that is slow is left out, and the run goes on without it."""
 
 import os
+from pathlib import Path
 
 import cluster
 import pytest
@@ -88,6 +89,7 @@ def test_a_job_with_a_spare_gives_a_slow_node_back_and_goes_on_without_the_queue
     assert (first["status"], first["requeued"], first["excluded"]) == ("node-failure", True, [slow])
     fields = cluster.job_fields(job.record.job_id)
     assert (fields["Restarts"], slow in cluster.hosts(fields["NodeList"])) == ("0", False)
+    assert list(Path.cwd().glob("slurm_job_*_resize.*")) == []
 
 
 def test_a_job_at_its_time_limit_leaves_out_the_node_that_fell_behind_while_it_trained(train):
