@@ -26,6 +26,9 @@ JOB_ID_VARIABLE = "TRAINING_INFRA_JOB_ID"
 RESTART_VARIABLE = "TRAINING_INFRA_RESTART"
 """Environment variable with the number of earlier starts of a rank's job."""
 
+IN_PLACE_VARIABLE = "TRAINING_INFRA_IN_PLACE"
+"""Environment variable of ranks that their job has started again without being queued."""
+
 LOG_HEADER = "=== job "
 """Start of the line that separates the attempts in a rank's log."""
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from llama_core.launch.attempts import RankExit, read_all_rank_exits
-from llama_core.records.activity import Activity, read_activities
+from llama_core.records.activity import IN_PLACE, Activity, read_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.goodput import TakenStep, by_attempt, taken_steps
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NOTICED = "until a rank ended"
 ENDED = "until all ranks had ended"
 STOPPED = "until it was submitted again"
+AGAIN = "until its job started ranks again"
 QUEUED = "in the queue"
 FIRST_STEP = "in the first step"
 _CACHE = "torch keeps compiled blocks, if TORCHINDUCTOR_CACHE_DIR is on a disk that stays"
@@ -83,10 +84,13 @@ def recoveries(
         lost = max([_last_sign(before), *(step.ended for step in steps if step.ended < start)])
         own = [time for time in ended if lost <= time < start]
         marks = [(NOTICED, own[0]), (ENDED, own[-1])] if own else []
-        # A restarted job has queued since its first submission; one submitted by hand was no job in between.
-        if queued > max([lost, *own]):
-            marks.append((STOPPED, queued))
-        marks.append((QUEUED, start))
+        if after[0].doing == IN_PLACE:
+            marks.append((AGAIN, start))
+        else:
+            # A restarted job has queued since its first submission; one submitted by hand was no job in between.
+            if queued > max([lost, *own]):
+                marks.append((STOPPED, queued))
+            marks.append((QUEUED, start))
         until_steps = [one for one in working if one.part == "startup"]
         first = next((one.since for one in working if one.part == "steps"), None)
         marks += [(one.doing, following) for one, following in zip(until_steps, _ends(until_steps, first), strict=True)]

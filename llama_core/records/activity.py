@@ -14,6 +14,11 @@ TimePart = Literal[
 ]
 """A part of a run's time; see ``goodput.LABELS``."""
 
+QUEUED = "waiting in the queue"
+IN_PLACE = "starting ranks again"
+"""What a job did before the first rank of an attempt began: the first activity of every attempt, with the part
+``queue``."""
+
 
 @dataclass(frozen=True)
 class Activity:

@@ -2,7 +2,7 @@
 
 from llama_core.launch.attempts import RankExit
 from llama_core.launch.recoveries import recoveries
-from llama_core.records.activity import Activity
+from llama_core.records.activity import IN_PLACE, Activity
 from llama_core.records.goodput import TakenStep
 
 FIRST = [
@@ -51,6 +51,15 @@ def test_a_run_that_somebody_submitted_again_was_in_the_queue_only_since_then():
     [found] = recoveries([*FIRST, Activity("", 90.0, queued.part), *rest], steps(35, 40, 152), [ended(0, 52.0)])
     assert found.parts["until it was submitted again"] == 90 - 52
     assert found.parts["in the queue"] == 100 - 90
+    assert found.seconds == 152 - 40
+
+
+def test_ranks_that_their_job_started_again_were_in_no_queue():
+    _, *rest = next_attempt(100.0)
+    again = [Activity(IN_PLACE, 100.0, "queue"), *rest]
+    [found] = recoveries([*FIRST, *again], steps(35, 40, 152), [ended(0, 52.0)])
+    assert not {"in the queue", "until it was submitted again"}.intersection(found.parts)
+    assert found.parts["until its job started ranks again"] == 100 - 52
     assert found.seconds == 152 - 40
 
 

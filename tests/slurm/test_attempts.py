@@ -9,6 +9,7 @@ from llama_core.chain import steps
 from llama_core.chain.prepare import prepare_run
 from llama_core.config.run import RunConfig
 from llama_core.launch.attempts import RESTART_VARIABLE, current_attempt
+from llama_core.launch.recoveries import read_recoveries
 from llama_core.launch.verdict import STOPPED_EXIT
 from llama_core.records.files import read_json
 from llama_core.records.metrics import read_metrics
@@ -199,6 +200,8 @@ def test_a_run_with_a_spare_goes_on_with_it_without_the_queue_and_is_queued_agai
         ("node-failure", True, "Slurm lost node6"),
         ("node-failure", True, "Slurm lost node7"),
     ]
+    in_place, queued = read_recoveries(handle.run, read_metrics(handle.run))
+    assert ("in the queue" in in_place.parts, "in the queue" in queued.parts) == (False, True)
     assert history(handle.run) == undisturbed
 
 

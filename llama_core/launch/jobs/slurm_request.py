@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llama_core.config.run import RunConfig
 from llama_core.errors import EnvironmentMismatchError
+from llama_core.launch.attempts import IN_PLACE_VARIABLE
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
 from llama_core.launch.slurm import cores_per_gpu, default_memory_bytes, largest_node_bytes
@@ -110,22 +111,20 @@ def _for_any_nodes(request: dict[str, Any], config: RunConfig, run_dir: Path) ->
     cores = request.pop("cpus_per_task")
     planner = shlex.join([*PLANNER, str(run_dir), SLURM.name])
     planning = [f'ranks="$({planner})" || exit 1', 'eval "$ranks"']
+    # submitit needs one number of nodes, too
     further = {"nodes": f"{config.fewest_nodes}-{config.most_nodes}", "mincpus": ranks * cores}
     again: dict[str, Any] = {}
     if config.launch.spare_nodes:
         planning = ["while :; do", *planning]
-        again = {"teardown": ["ended=$?", f'{planner} --again || exit "$ended"', "done"]}
+        in_place = f"export {IN_PLACE_VARIABLE}=1"
+        again = {"teardown": ["ended=$?", f'{planner} --again || exit "$ended"', in_place, "done"]}
         further["no-kill"] = True
-    return (
-        request
-        | again
-        | {
-            "setup": [*request.get("setup", ()), *planning],
-            "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
-            "additional_parameters": request["additional_parameters"]
-            | further,  # submitit needs one number of nodes, too
-        }
-    )
+    changed = {
+        "setup": [*request.get("setup", ()), *planning],
+        "srun_args": [f"--ntasks-per-node={ranks}", *request["srun_args"]],
+        "additional_parameters": request["additional_parameters"] | further,
+    }
+    return request | again | changed
 
 
 def in_one_task(request: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from llama_core.errors import (
     WrongDeviceError,
 )
 from llama_core.imports import importing_torch
-from llama_core.launch.attempts import current_attempt, own_job, own_restart
+from llama_core.launch.attempts import IN_PLACE_VARIABLE, current_attempt, own_job, own_restart
 from llama_core.launch.outcome import record_outcome
 from llama_core.launch.verdict import (
     LESS_MEMORY,
@@ -50,7 +50,7 @@ from llama_core.machine.detect import device_label
 from llama_core.machine.node import own_host
 from llama_core.machine.shared_cores import sleeping_beside_others
 from llama_core.notifications import finish_notices
-from llama_core.records.activity import Activity, append_activities
+from llama_core.records.activity import IN_PLACE, QUEUED, Activity, append_activities
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import no_room, now, remove_temporaries, write_json
 from llama_core.records.job import Outcome, OutcomeStatus, Part
@@ -184,9 +184,14 @@ def _record_start(run: RunDirectory) -> None:
     job = own_job(run)
     attempt = current_attempt(run, job)
     started = datetime.fromisoformat(attempt.started_at).timestamp() if attempt else time.time()
-    # Slurm has queued a restarted job since the attempt before it
-    submitted = 0.0 if own_restart() else datetime.fromisoformat(job.submitted_at).timestamp() if job else started
-    append_activities(run, Activity("waiting in the queue", submitted, "queue"), Activity("starting", started))
+    if os.environ.get(IN_PLACE_VARIABLE):
+        before = Activity(IN_PLACE, started, "queue")
+    elif own_restart():
+        before = Activity(QUEUED, 0.0, "queue")  # since the attempt before
+    else:
+        submitted = datetime.fromisoformat(job.submitted_at).timestamp() if job else started
+        before = Activity(QUEUED, submitted, "queue")
+    append_activities(run, before, Activity("starting", started))
     for folder in (run.path, run.metrics, run.checkpoints, run.logs):
         remove_temporaries(folder, before=started)
 
