@@ -259,6 +259,8 @@ def wrong_elasticity(launch: LaunchConfig, parallel: ParallelConfig, num_nodes: 
     all_or_none = f": {kind.title} starts a job with all of its nodes or not at all; leave it out"
     if launch.spare_nodes and not kind.takes_fewer_nodes:
         yield _wrong("launch.spare_nodes", launch.spare_nodes, all_or_none, "launch.launcher")
+    elif launch.spare_nodes and launch.request.max_starts == 1:
+        yield _without_restarts(launch, "launch.spare_nodes", launch.spare_nodes, "leave it out")
     if launch.min_nodes is not None and launch.min_nodes < num_nodes and not kind.takes_fewer_nodes:
         yield _wrong("launch.min_nodes", launch.min_nodes, all_or_none, "launch.launcher")
     if launch.min_nodes is None:
@@ -283,9 +285,13 @@ def without_exclusion(launch: LaunchConfig) -> Iterator[Problem]:
             text = f": {kind.title} cannot keep a job off some nodes; use warn"
             yield _wrong(key, chosen, text, "launch.launcher")
         elif launch.request.max_starts == 1:
-            limits = f"{kind.prefix}requeue", f"{kind.prefix}max_attempts"
-            text = f" needs a job that starts again, which {' or '.join(limits)} forbids; use warn"
-            yield _wrong(key, chosen, text, *limits)
+            yield _without_restarts(launch, key, chosen, "use warn")
+
+
+def _without_restarts(launch: LaunchConfig, key: str, value: object, remedy: str) -> Problem:
+    limits = f"{launch.kind.prefix}requeue", f"{launch.kind.prefix}max_attempts"
+    text = f" needs a job that starts again, which {' or '.join(limits)} forbids; {remedy}"
+    return _wrong(key, value, text, *limits)
 
 
 def without_fp8(training: TrainingConfig, launch: LaunchConfig) -> Iterator[Problem]:

@@ -129,6 +129,16 @@ def test_the_job_script_asks_for_a_range_of_nodes_and_starts_as_many_ranks_as_th
     assert {"SLURM_NNODES=2", "SLURM_JOB_NUM_NODES=2", "SLURM_NTASKS=2"} <= set(shown.stdout.splitlines())
 
 
+@pytest.mark.parametrize("limit", ["requeue=false", "max_attempts=1"])
+def test_spares_of_a_job_that_may_not_start_again_are_refused(limit):
+    with pytest.raises(ConfigError) as refused:
+        request(min_nodes=None).with_overrides("launch.spare_nodes=1", f"launch.slurm.{limit}")
+    assert str(refused.value) == (
+        "launch.spare_nodes=1 needs a job that starts again, which launch.slurm.requeue or launch.slurm.max_attempts "
+        "forbids; leave it out"
+    )
+
+
 def test_a_job_that_cannot_be_planned_ends_with_the_reason(run, capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     run.config.write_text(run.config.read_text().replace("min_nodes: 1", "min_nodes: 2"))

@@ -14,13 +14,12 @@ from launch_harness import FAKE_WORKER, Job, ending_jobs
 
 from llama_core import registry
 from llama_core.chain.environment import validate_environment
-from llama_core.chain.planned import plan_run
 from llama_core.chain.tokenize import tokenize
 from llama_core.config.evaluation import EvaluationConfig
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import request_sections
 from llama_core.data.shards import grouping
-from llama_core.errors import ConfigError, EnvironmentMismatchError
+from llama_core.errors import ConfigError
 from llama_core.evaluation.plan import evaluating_device
 from llama_core.launch.jobs import submission
 from llama_core.launch.jobs.launcher import launcher_of
@@ -160,11 +159,11 @@ def test_a_job_whose_time_is_over_is_told_not_to_start_again(submit, run):
     assert [attempt["requeued"] for attempt in outcome.attempts] == [False]
 
 
-def test_a_job_that_could_start_with_fewer_nodes_is_refused(depot):
-    launch = IN_DEPOT | {"nodes": 2, "min_nodes": 1}
-    config = RunConfig.from_mapping({"launch": launch, "parallel": {"gpus": 2}})
-    with pytest.raises(EnvironmentMismatchError, match=r"^launch\.min_nodes=1: the depot starts a job with all of its"):
-        plan_run(config)
+@pytest.mark.parametrize("key", ["min_nodes", "spare_nodes"])
+def test_a_job_that_could_start_with_fewer_nodes_is_refused(depot, key):
+    launch = IN_DEPOT | {"nodes": 2, key: 1}
+    with pytest.raises(ConfigError, match=rf"^launch\.{key}=1: the depot starts a job with all of its"):
+        RunConfig.from_mapping({"launch": launch, "parallel": {"gpus": 2}})
 
 
 def test_several_runs_are_submitted_at_once(depot, tmp_path):
