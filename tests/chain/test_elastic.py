@@ -1,6 +1,7 @@
 """Runs that go on with fewer nodes; ``tests/slurm`` takes a node from a real job."""
 
 import os
+import shlex
 import subprocess
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from llama_core.chain.prepare import prepare_run
 from llama_core.chain.preview import preview_script
 from llama_core.config.run import RunConfig
 from llama_core.errors import ConfigError, DoesNotFitError, PlanError
+from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.jobs.slurm import _host_bytes
 from llama_core.launch.outcome import read_outcome
 from llama_core.runs.loading import load_config, load_plan
@@ -127,6 +129,30 @@ def test_the_job_script_asks_for_a_range_of_nodes_and_starts_as_many_ranks_as_th
         env=os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_NTASKS": "1"},
     )
     assert {"SLURM_NNODES=2", "SLURM_JOB_NUM_NODES=2", "SLURM_NTASKS=2"} <= set(shown.stdout.splitlines())
+
+
+STARTS_TWICE = """
+planner() {
+    if [ "$#" -eq 0 ]; then echo "ranks=2"; return; fi
+    starts=$((starts + 1))
+    [ "$starts" -lt 2 ]
+}
+srun() { echo "$ranks ranks"; return 3; }
+"""
+
+
+@pytest.mark.parametrize("setup", [[], ["set -euo pipefail", "starts=0"]], ids=["plain", "a setup that is strict"])
+def test_the_script_of_a_job_with_spares_starts_its_ranks_until_they_do_not_go_on(tmp_path, monkeypatch, setup):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = request(min_nodes=None).with_overrides("launch.spare_nodes=1", f"launch.slurm.setup={setup}")
+    script = preview_script(config, tmp_path / "run")
+    assert {"#SBATCH --nodes=4-5", "#SBATCH --no-kill"} <= set(script.splitlines())
+    planner = shlex.join([*PLANNER, str(tmp_path / "run"), "slurm"])
+    ended = subprocess.run(
+        ["bash", "-c", STARTS_TWICE + script.replace(planner, "planner")],
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout.splitlines()) == (3, ["2 ranks", "2 ranks"]), ended.stderr
 
 
 @pytest.mark.parametrize("limit", ["requeue=false", "max_attempts=1"])

@@ -115,7 +115,7 @@ def _for_any_nodes(request: dict[str, Any], config: RunConfig, run_dir: Path) ->
     further = {"nodes": f"{config.fewest_nodes}-{config.most_nodes}", "mincpus": ranks * cores}
     again: dict[str, Any] = {}
     if config.launch.spare_nodes:
-        planning = ["while :; do", *planning]
+        planning = ["set +e", "while :; do", *planning]  # the user's lines may end the script where srun fails
         in_place = f"export {IN_PLACE_VARIABLE}=1"
         again = {"teardown": ["ended=$?", f'{planner} --again || exit "$ended"', in_place, "done"]}
         further["no-kill"] = True
