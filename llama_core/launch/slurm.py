@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -138,11 +137,9 @@ def hosts(abbreviated: str) -> list[str]:
 
 def give_back(job_id: str, nodes: Sequence[str]) -> bool:
     """Take some nodes from a running job, which keeps its others; return whether Slurm agreed."""
-    kept = [node for node in nodes_of(job_id) if node not in nodes]
-    # scontrol writes scripts for the job's shell to its folder, which nobody needs
-    with tempfile.TemporaryDirectory() as folder:
-        update = ("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}")
-        return bool(kept) and _agrees(_slurm(*update, folder=folder))
+    with _outliving_sigterm():
+        kept = [node for node in nodes_of(job_id) if node not in nodes]
+        return bool(kept) and _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"))
 
 
 def requeue(job_id: str) -> bool:
@@ -165,13 +162,15 @@ def exclude(job_id: str, nodes: Sequence[str]) -> bool:
         if shown is None or shown.returncode:  # what is excluded already would be lost
             return False
         before = re.search(r"(?<!\S)ExcNodeList=(?!\(null\))(\S+)", shown.stdout)
-        excluded = ",".join([*([before[1]] if before else []), *nodes])
-        return _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"))
+        known = hosts(before[1]) if before else []
+        further = [node for node in nodes if node not in known]
+        excluded = ",".join([*([before[1]] if before else []), *further])
+        return not further or _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"))
 
 
 @contextmanager
 def _outliving_sigterm() -> Iterator[None]:
-    """Let the block's questions to Slurm outlive SIGTERM, by which it ends all processes of a job it queues again."""
+    """Let the block's questions to Slurm outlive SIGTERM, by which it ends processes on nodes that it takes away."""
     was_blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a child inherits it
     try:
         yield
@@ -278,12 +277,14 @@ def _agrees(answer: subprocess.CompletedProcess[str] | None) -> bool:
     return answer is not None and answer.returncode == 0
 
 
-def _slurm(*command: str, folder: str | None = None) -> subprocess.CompletedProcess[str] | None:
-    """Run a Slurm command in a folder and return its result; None if it gets no answer in time or is not installed."""
-    environment = os.environ | {"SLURM_BITSTR_LEN": "0"}  # otherwise Slurm truncates the list of a long array
+def _slurm(*command: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a Slurm command and return its result; None if it gets no answer in time or is not installed."""
+    # Within a job, scontrol would write two scripts into the working directory when it takes nodes from the job.
+    environment = {name: value for name, value in os.environ.items() if name not in {"SLURM_JOBID", "SLURM_JOB_ID"}}
+    environment["SLURM_BITSTR_LEN"] = "0"  # otherwise Slurm truncates the list of a long array
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment, cwd=folder
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS, env=environment
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None

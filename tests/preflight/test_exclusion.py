@@ -128,7 +128,7 @@ def asked(monkeypatch):
 def test_the_job_is_queued_again_first_and_then_kept_off_the_nodes(run, asked):
     append_preflight(run, decided(checked(5)))
     assert start_elsewhere(run, JOB, 0, num_nodes=0, surroundings=slurm.SlurmSurroundings())
-    assert asked.asked == [("requeue", "812"), ("exclude", "812", ("n5",))]
+    assert asked.asked == [("requeue", "812"), ("exclude", "812", ["n5"])]
     outcome = read_outcome(run)
     assert (outcome.status, outcome.attempts[-1]["requeued"]) == ("node-failure", True)
     assert outcome.reason == "before the first step, rank 10 on n5 (a device): slow"
@@ -149,9 +149,9 @@ def test_nodes_beyond_the_share_of_all_starts_stay(run, asked):
     write_json(attempt_path(run), Attempt(JOB.job_id, JOB.submitted_at, 1, "n[0-4,6-15]", now()))
     append_stragglers(run, [replace(behind(10, "n5"), is_over=True), behind(3, "n1")])
     assert start_again(run, JOB, 1, **AT_ITS_LIMIT, max_excluded=1, surroundings=slurm.SlurmSurroundings())
-    assert asked.asked[2:] == [("requeue", "812")]
+    assert asked.asked[2:] == [("requeue", "812"), ("exclude", "812", ["n5"])]
     outcome = read_outcome(run)
-    assert outcome.attempts[-1]["excluded"] == []
+    assert outcome.attempts[-1]["excluded"] == ["n5"]
     assert outcome.reason.endswith("slow, which the job keeps, as it may leave out 1 node in all")
 
 
@@ -197,6 +197,19 @@ def test_nodes_that_a_job_has_excluded_stay_excluded(monkeypatch, before, exclud
     assert said[-1] == ("scontrol", "update", "JobId=812", f"ExcNodeList={excluded}")
 
 
+def test_a_node_that_a_job_has_excluded_is_not_named_twice(monkeypatch):
+    said = []
+
+    def answer(*command):
+        said.append(command[1:3])
+        shown = "n4 n5" if command[2] == "hostnames" else "JobId=812 ExcNodeList=n[4-5]"
+        return subprocess.CompletedProcess(command, 0, shown, "")
+
+    monkeypatch.setattr(commands, "_slurm", answer)
+    assert commands.exclude("812", ("n5",))
+    assert said == [("--oneliner", "show"), ("show", "hostnames")]
+
+
 def test_an_exclusion_that_would_replace_others_is_left_out(monkeypatch):
     said = []
 
@@ -209,7 +222,7 @@ def test_an_exclusion_that_would_replace_others_is_left_out(monkeypatch):
     assert said == ["--oneliner"]
 
 
-def test_questions_about_a_job_that_is_queued_again_outlive_the_signal_that_ends_it(monkeypatch):
+def test_questions_about_a_job_that_loses_nodes_outlive_the_signal_that_ends_its_processes(monkeypatch):
     def answer(*command):
         ended_by = subprocess.run([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], check=False)
         return subprocess.CompletedProcess(command, ended_by.returncode, "", "")
@@ -217,4 +230,6 @@ def test_questions_about_a_job_that_is_queued_again_outlive_the_signal_that_ends
     monkeypatch.setattr(commands, "_slurm", answer)
     assert commands.requeue("812")
     assert commands.exclude("812", ("n5",))
+    monkeypatch.setattr(commands, "nodes_of", lambda job_id: ["n4", "n5"])
+    assert commands.give_back("812", ["n5"])
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

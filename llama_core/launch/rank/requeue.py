@@ -227,7 +227,11 @@ def _queued_again(
     *,
     without: Sequence[str] = (),
 ) -> bool:
-    """Queue a job again, without some nodes, and record why; return whether its scheduler queued it."""
+    """Queue a job again, without some nodes, and record why; return whether its scheduler queued it.
+
+    Nodes that it has given back stay excluded: only a job that waits can be kept off nodes.
+    """
+    without = sorted(excluded_nodes(run, job).union(without))
     record_requeue(run, job, attempt, verdict, without)
     finish_telling()
     title = LAUNCHERS.named(job.launcher).title
