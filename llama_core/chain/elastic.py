@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     start = surroundings.job_start(environment)
     job = recorded_job(run, start.job_id)
     if again:
-        return 0 if job is not None and _starts_again(run, job, surroundings) else 1
+        return 0 if job is not None and _starts_again(run, job, start.restart, surroundings) else 1
     last = current_attempt(run, job)
     restart = start.restart
     granted = start.num_nodes
@@ -53,11 +53,12 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     return 0
 
 
-def _starts_again(run: RunDirectory, job: JobRecord, surroundings: Surroundings) -> bool:
+def _starts_again(run: RunDirectory, job: JobRecord, restart: int, surroundings: Surroundings) -> bool:
     config = load_config(run)
     return goes_on(
         run,
         job,
+        restart,
         num_nodes=config.num_nodes,
         max_attempts=config.launch.request.max_starts,
         surroundings=surroundings,

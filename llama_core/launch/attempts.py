@@ -6,6 +6,7 @@ one's.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,12 @@ def read_rank_exits(run: RunDirectory, job: JobRecord, restart: int) -> list[Ran
     folder = exit_path(run, job, restart, 0).parent
     exits = [read_typed(path, RankExit, run.path) for path in folder.glob("rank-*.json")]
     return sorted(exits, key=lambda rank_exit: rank_exit.ended_at)
+
+
+def missing_ranks(exits: Sequence[RankExit]) -> list[int]:
+    """Return the ranks of an attempt that are not among its ``exits``, in order; the first rank if there are none."""
+    num_ranks = exits[0].num_ranks if exits else 1
+    return sorted(set(range(num_ranks)).difference(one.rank for one in exits))
 
 
 def read_all_rank_exits(run: RunDirectory) -> list[RankExit]:

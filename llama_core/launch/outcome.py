@@ -9,6 +9,7 @@ from llama_core.launch.attempts import (
     Attempt,
     current_attempt,
     is_cancellation_requested,
+    missing_ranks,
     own_job,
     own_restart,
     read_rank_exits,
@@ -96,7 +97,9 @@ def record_surrender(run: RunDirectory, job: JobRecord, attempt: Attempt, verdic
     return _record(run, job, attempt.restart, Verdict(verdict.status, f"{verdict.reason}; {why}", RESUME))
 
 
-def tell_final_ending(run: RunDirectory, job: JobRecord, restart: int, num_ranks: int) -> None:
+def tell_final_ending(
+    run: RunDirectory, job: JobRecord, restart: int, num_ranks: int, *, has_spares: bool = False
+) -> None:
     """Tell how an attempt ended after which the job does not start again: killed ranks have recorded and told nothing.
 
     Args:
@@ -104,12 +107,16 @@ def tell_final_ending(run: RunDirectory, job: JobRecord, restart: int, num_ranks
         job: its job.
         restart: number of earlier starts of the job.
         num_ranks: ranks of the job.
+        has_spares: whether the job goes on if a node was lost. Then nothing is told if a rank left no record, as it may
+            have been there; see ``requeue.goes_on``.
     """
     if whom_to_tell(run) is None:
         return
     deadline = time.monotonic() + ALL_ENDED_SECONDS
     while len(read_rank_exits(run, job, restart)) < num_ranks and time.monotonic() < deadline:
         time.sleep(0.2)
+    if has_spares and missing_ranks(read_rank_exits(run, job, restart)):
+        return
     verdict = _recorded_verdict(run, job, restart) or _verdict(run, job, restart, None)
     tell_ending(run, len(_earlier(run, job, restart)), verdict.status, verdict.reason)
 

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_core.launch.attempts import RankExit, end_of_log, flight_recorder, log_path, read_rank_exits, submission_log
+from llama_core.launch.attempts import (
+    RankExit,
+    end_of_log,
+    flight_recorder,
+    log_path,
+    missing_ranks,
+    read_rank_exits,
+    submission_log,
+)
 from llama_core.launchers.registry import LAUNCHERS
 from llama_core.records.directory import RunDirectory
 from llama_core.records.job import JobRecord, OutcomeStatus
@@ -213,9 +221,8 @@ def _silent_ranks(ending: _Ending) -> str:
 
 
 def _of_missing_rank(ending: _Ending) -> Verdict | None:
-    num_ranks = ending.exits[0].num_ranks if ending.exits else 1
-    missing = set(range(num_ranks)) - {rank_exit.rank for rank_exit in ending.exits}
-    return _of_vanished_rank(ending.run, ending.job, min(missing)) if missing else None
+    missing = missing_ranks(ending.exits)
+    return _of_vanished_rank(ending.run, ending.job, missing[0]) if missing else None
 
 
 def _of_ended_ranks(ending: _Ending) -> Verdict | None:

@@ -2,12 +2,14 @@
 
 import pytest
 
-from llama_core.launch.attempts import Attempt, attempt_path, request_cancellation
-from llama_core.launch.outcome import read_outcome, record_requeue
+from llama_core.launch import outcome
+from llama_core.launch.attempts import Attempt, RankExit, attempt_path, exit_path, request_cancellation
+from llama_core.launch.outcome import read_outcome, record_requeue, tell_final_ending
+from llama_core.launch.rank import requeue
 from llama_core.launch.rank.requeue import goes_on, start_elsewhere
 from llama_core.launch.rank.surroundings import BelowSubmitit
 from llama_core.launch.scheduler import JobStatus
-from llama_core.launch.verdict import Verdict
+from llama_core.launch.verdict import LOST_PEERS_EXIT, Verdict
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import now, write_json
 from llama_core.records.job import JobRecord
@@ -20,8 +22,9 @@ ATTEMPT = Attempt(JOB.job_id, JOB.submitted_at, 0, "n1,n2", now())
 class Cluster(BelowSubmitit):
     """A scheduler that has given a job some nodes, of which it may lose some."""
 
-    def __init__(self, *nodes, state="RUNNING", gives_back=True):
+    def __init__(self, *nodes, state="RUNNING", gives_back=True, loses=()):
         self.nodes = list(nodes)
+        self.loses = dict(loses)
         self.state = state
         self.gives_back = gives_back
         self.asked = []
@@ -33,7 +36,9 @@ class Cluster(BelowSubmitit):
         return status.state == "RUNNING"
 
     def nodes_now(self, job_id):
-        return self.nodes
+        for node in self.loses:  # after it was asked so often
+            self.loses[node] -= 1
+        return [node for node in self.nodes if self.loses.get(node, 1) > 0]
 
     def hosts(self, nodes):
         return nodes.split(",")
@@ -60,16 +65,32 @@ def run(tmp_path):
     return directory
 
 
-def again(run, cluster, max_attempts=20):
-    return goes_on(run, JOB, num_nodes=2, max_attempts=max_attempts, surroundings=cluster)
+@pytest.fixture(autouse=True)
+def ended(run, monkeypatch):
+    """Return a function that records the ends of ranks, of which there are two; both have ended before each test."""
+    monkeypatch.setattr(requeue, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(requeue, "LOSS_PATIENCE_SECONDS", 0.1)
+
+    def record(*ranks):
+        for path in (run.logs / "exits").glob("*/*.json"):
+            path.unlink()
+        for rank in ranks:
+            write_json(exit_path(run, JOB, 0, rank), RankExit(rank, LOST_PEERS_EXIT, None, False, False, 2, 0.0))
+
+    record(0, 1)
+    return record
+
+
+def again(run, cluster, restart=0, max_attempts=20):
+    return goes_on(run, JOB, restart, num_nodes=2, max_attempts=max_attempts, surroundings=cluster)
 
 
 def test_a_job_that_has_lost_a_node_starts_its_ranks_again_on_those_left(run):
     cluster = Cluster("n1", "n3")
     assert again(run, cluster)
-    outcome = read_outcome(run)
-    assert (outcome.status, outcome.reason, outcome.attempts[0]["requeued"]) == ("node-failure", "Slurm lost n2", True)
-    assert outcome.next_action == "nothing to do: the job has started again on its other nodes"
+    found = read_outcome(run)
+    assert (found.status, found.reason, found.attempts[0]["requeued"]) == ("node-failure", "Slurm lost n2", True)
+    assert found.next_action == "nothing to do: the job has started again on its other nodes"
     assert cluster.asked == []
 
 
@@ -78,6 +99,26 @@ def test_a_job_with_too_few_nodes_left_is_queued_again(run):
     assert not again(run, cluster)
     assert cluster.asked == ["queue again"]
     assert read_outcome(run).next_action == "nothing to do: Slurm has queued the job again"
+
+
+def test_a_scheduler_gets_time_to_notice_a_dead_node_whose_ranks_left_no_record(run, ended):
+    cluster = Cluster("n1", "n2", "n3", loses={"n2": 3})
+    assert not again(run, cluster)
+    cluster = Cluster("n1", "n2", "n3", loses={"n2": 3})
+    ended(0)
+    assert again(run, cluster)
+    assert read_outcome(run).reason == "Slurm lost n2"
+
+
+def test_a_scheduler_that_notices_no_dead_node_ends_the_job(run, ended):
+    ended(0)
+    assert not again(run, Cluster("n1", "n2", "n3"))
+
+
+def test_ranks_that_never_began_are_not_started_for_ever(run):
+    """The attempt that is recorded then is the one before."""
+    assert again(run, Cluster("n1", "n3"))
+    assert not again(run, Cluster("n1", "n3"), restart=1)
 
 
 def test_ranks_that_failed_on_nodes_that_are_all_there_do_not_start_again(run):
@@ -102,6 +143,42 @@ def test_ranks_start_again_after_the_first_one_has_given_nodes_back(run):
     record_requeue(run, JOB, ATTEMPT, Verdict("node-failure", "n2 is slow", ""), ["n2"], in_place=True)
     assert again(run, Cluster("n1", "n3"))
     assert len(read_outcome(run).attempts) == 1
+
+
+def test_a_node_that_was_given_back_stays_away_when_the_job_is_queued_again(run):
+    record_requeue(run, JOB, ATTEMPT, Verdict("node-failure", "n2 is slow", ""), ["n2"], in_place=True)
+    write_json(attempt_path(run), Attempt(JOB.job_id, JOB.submitted_at, 1, "n1,n3", now()))
+    cluster = Cluster("n1")
+    assert not again(run, cluster, restart=1)
+    assert cluster.asked == ["queue again", ("exclude", "n2")]
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The endings that people were told of: their status, and whether the job starts again."""
+    heard = []
+
+    def tell(run, attempt, status, cause, *, requeued=False):
+        heard.append((status, requeued))
+
+    monkeypatch.setattr(outcome, "ALL_ENDED_SECONDS", 0.1)
+    monkeypatch.setattr(outcome, "whom_to_tell", lambda run: "somebody")
+    monkeypatch.setattr(outcome, "tell_ending", tell)
+    return heard
+
+
+def test_of_a_lost_node_people_hear_that_the_job_goes_on_and_not_first_that_it_failed(run, ended, told):
+    ended(0)
+    tell_final_ending(run, JOB, 0, 2, has_spares=True)
+    assert again(run, Cluster("n1", "n3"))
+    assert told == [("node-failure", True)]
+
+
+def test_of_ranks_that_died_while_all_nodes_are_there_people_hear_from_the_script(run, ended, told):
+    ended(0)
+    tell_final_ending(run, JOB, 0, 2, has_spares=True)
+    assert not again(run, Cluster("n1", "n2"))
+    assert told == [("crashed", False)]
 
 
 @pytest.mark.parametrize(

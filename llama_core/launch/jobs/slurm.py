@@ -158,7 +158,7 @@ def _start(folder: Path, submissions: Sequence[Submission], name: str, lock: IO[
             launch.hang_timeout_s,
             SlurmSurroundings(),
             max_attempts=launch.slurm.max_attempts,
-            num_nodes=config.num_nodes if launch.spare_nodes else 0,
+            num_nodes=config.num_nodes if elastic_run and launch.spare_nodes else 0,
             max_excluded=most_excluded(config.num_nodes) if launch.stragglers == "exclude" else 0,
             companion=submission.companion,
         )

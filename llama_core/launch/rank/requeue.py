@@ -17,8 +17,17 @@ from llama_core.launch.attempts import (
     current_attempt,
     exit_path,
     is_cancellation_requested,
+    missing_ranks,
+    read_rank_exits,
 )
-from llama_core.launch.outcome import concluded, excluded_nodes, is_requeued, record_requeue, record_surrender
+from llama_core.launch.outcome import (
+    concluded,
+    excluded_nodes,
+    is_requeued,
+    record_requeue,
+    record_surrender,
+    tell_final_ending,
+)
 from llama_core.launch.rank.surroundings import Surroundings
 from llama_core.launch.rank.watchdogs import LOOK_SECONDS
 from llama_core.launch.scheduler import JobStatus
@@ -42,6 +51,10 @@ SUPERSEDED_SECONDS = 1.5 * LOOK_SECONDS
 
 ANSWER_PATIENCE_SECONDS = 240.0
 """How long a job that should restart waits for a controller that does not answer."""
+
+LOSS_PATIENCE_SECONDS = 360.0
+"""How long a job with spare nodes waits for its scheduler to notice a dead node: Slurm's ``SlurmdTimeout`` is 300 s by
+default."""
 
 _RETRY_SECONDS = 5.0
 
@@ -180,7 +193,7 @@ def start_elsewhere(
 
 
 def goes_on(
-    run: RunDirectory, job: JobRecord, *, num_nodes: int, max_attempts: int, surroundings: Surroundings
+    run: RunDirectory, job: JobRecord, restart: int, *, num_nodes: int, max_attempts: int, surroundings: Surroundings
 ) -> bool:
     """Return whether a job with spare nodes starts its ranks again, after those of an attempt have ended.
 
@@ -189,33 +202,55 @@ def goes_on(
     Args:
         run: the run the job works on.
         job: the job.
+        restart: number of earlier starts of the job, before the one that has ended.
         num_nodes: the nodes that it needs to go on.
         max_attempts: starts after which the job gives up.
         surroundings: what the ranks of the job find around them.
     """
     attempt = current_attempt(run, job)
-    if attempt is None or is_cancellation_requested(run, job) or concluded(run, job) is not None:
+    # If no rank began, the attempt is an older one; max_attempts, which counts attempts, would never end the job.
+    if attempt is None or attempt.restart != restart:
+        return False
+    if is_cancellation_requested(run, job) or concluded(run, job) is not None:
         return False
     status = _answer(job, surroundings)
     if status is None or not surroundings.is_running(status):
         return False
     if is_requeued(run, attempt):  # its first rank has given nodes back
         return True
-    nodes = surroundings.nodes_now(job.job_id)
-    lost = [node for node in surroundings.hosts(attempt.nodes) if node not in nodes]
-    if not (nodes and lost):
+    lost = _lost_nodes(run, job, attempt, surroundings)
+    if not lost:
+        exits = read_rank_exits(run, job, restart)
+        tell_final_ending(run, job, restart, num_ranks=exits[0].num_ranks if exits else 1)
         return False
     launcher = LAUNCHERS.named(job.launcher)
     verdict = Verdict("node-failure", f"{launcher.title} lost {', '.join(lost)}", RESUME)
-    is_last = attempt.restart + 1 >= max_attempts
+    is_last = restart + 1 >= max_attempts
+    is_enough = len(surroundings.nodes_now(job.job_id)) >= num_nodes
     if is_last:
         record_surrender(run, job, attempt, verdict, _too_many(launcher, max_attempts))
-    elif len(nodes) < num_nodes:
+    elif not is_enough:
         _queued_again(run, job, attempt, verdict, surroundings)
     else:
         record_requeue(run, job, attempt, verdict, in_place=True)
         finish_telling()
-    return not is_last and len(nodes) >= num_nodes
+    return is_enough and not is_last
+
+
+def _lost_nodes(run: RunDirectory, job: JobRecord, attempt: Attempt, surroundings: Surroundings) -> list[str]:
+    """Return the nodes of an attempt that its job no longer has.
+
+    The other ranks may see that a node is dead minutes before the scheduler does, and a rank that left no record of its
+    end may have been there: then the scheduler gets ``LOSS_PATIENCE_SECONDS``.
+    """
+    deadline = time.monotonic() + LOSS_PATIENCE_SECONDS
+    while True:
+        left = surroundings.nodes_now(job.job_id)
+        lost = [node for node in surroundings.hosts(attempt.nodes) if node not in left] if left else []
+        is_clear = bool(lost) or not missing_ranks(read_rank_exits(run, job, attempt.restart))
+        if is_clear or is_cancellation_requested(run, job) or time.monotonic() >= deadline:
+            return lost
+        time.sleep(_RETRY_SECONDS)
 
 
 def _queued_again(

@@ -126,7 +126,8 @@ class Supervisor:
             return
         if rank_exit.failed:
             if place.rank == 0:
-                tell_final_ending(rank.run_directory, rank.job, place.restart, place.num_ranks)
+                has_spares = self.num_nodes > 0
+                tell_final_ending(rank.run_directory, rank.job, place.restart, place.num_ranks, has_spares=has_spares)
             sys.exit(rank_exit.exit_code or 1)
 
     def _begins(self, rank: "_Rank") -> bool:
