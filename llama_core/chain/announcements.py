@@ -86,7 +86,8 @@ def say_plan(run: RunDirectory) -> None:
         say("note", f"{slow}; the estimate counts its memory but not its time")
     if config.is_elastic:
         free = f"as many as {config.launch.kind.title} has free"
-        say("note", f"the job starts with {config.fewest_nodes} to {config.most_nodes} nodes, {free}")
+        spares = f", and trains on up to {config.num_nodes} of them" if config.launch.spare_nodes else ""
+        say("note", f"the job starts with {config.fewest_nodes} to {config.most_nodes} nodes, {free}{spares}")
 
 
 def say_hub(run: RunDirectory) -> None:

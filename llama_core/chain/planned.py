@@ -97,7 +97,9 @@ class PlannedRun:
         reference_seconds = reference_tokens
         if reference_tokens:  # neither unknown nor none at all
             reference_seconds = forward_time_of(self.config, self.plan, self._gpu, reference_tokens)
-        return Cost.of(step, tokens, told_by, self.config.launch.dollars_per_gpu_hour, reference_seconds)
+        price = self.config.launch.dollars_per_gpu_hour
+        spares = self.config.launch.spare_nodes * (step.num_devices // self.config.num_nodes)
+        return Cost.of(step, tokens, told_by, price, reference_seconds, spare_devices=spares)
 
     def reference_tokens(self, data: DataCheck | None) -> float | None:
         """Return the tokens over which the reference is computed, held-out ones too: 0 without one, None if unknown.

@@ -330,6 +330,18 @@ def test_an_estimate_tells_days_and_price_of_tokens(capsys):
     assert cost["dollars"] == pytest.approx(1.8 * cost["gpu_hours"]) == pytest.approx(1.8 * 8 * cost["seconds"] / 3600)
 
 
+def test_the_price_of_a_run_counts_its_spare_nodes(capsys):
+    asked = ["estimate-memory", "--model=llama3_8b", "--gpus=16", "--nodes=2", "--gpu-type=h100", "--launcher=slurm"]
+    cli.main([*asked, "--tokens=2B", "--json"])
+    without = json.loads(capsys.readouterr().out)["cost"]
+    cli.main([*asked, "--tokens=2B", "--json", "--spare-nodes=1"])
+    with_spare = json.loads(capsys.readouterr().out)["cost"]
+    assert with_spare["seconds"] == without["seconds"]
+    assert with_spare["dollars"] == pytest.approx(1.5 * without["dollars"])
+    cli.main([*asked, "--tokens=2B", "--spare-nodes=1"])
+    assert " GPU hours with those of 8 spare GPUs, " in capsys.readouterr().out
+
+
 def test_the_length_of_a_run_comes_from_its_steps_or_else_from_its_data(capsys, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "0123456789"}\n' * 5000)
     for flags, tokens in ((["--steps=10"], 10 * 8 * 2048), ([f"--data={tmp_path}", "--epochs=2"], 2 * 5000 * 12)):
