@@ -188,8 +188,9 @@ def _prepare_element(sweep: SweepDirectory, element: Element, config: SweepConfi
     try:
         requested = config.config_of(element)
         if requested.is_elastic:
-            why = "elements are compared on the nodes that they ask for"
-            raise ConfigError(f"launch.min_nodes and launch.spare_nodes: {why}; leave them out")
+            asked = {"min_nodes": requested.launch.min_nodes, "spare_nodes": requested.launch.spare_nodes}
+            given = " and ".join(f"launch.{key}={value}" for key, value in asked.items() if value)
+            raise ConfigError(f"{given}: elements are compared on equal nodes; leave that out")
         if not config.ranking.trains:
             steps.refuse_untimed(requested)
         prepare_run(requested, run.path, resume=run.config.exists())

@@ -173,7 +173,13 @@ def test_a_job_that_cannot_be_planned_ends_with_the_reason(run, capsys, monkeypa
     assert capsys.readouterr().err.startswith("ERROR launch.min_nodes=2: ")
 
 
-def test_elements_of_a_sweep_always_get_their_nodes(tmp_path):
-    sweep = SweepConfig.from_mapping({"name": "tiny", "base": request().model_dump(), "grid": {"training.seed": [1]}})
-    with pytest.raises(ConfigError, match=r"launch\.min_nodes and launch\.spare_nodes: elements are compared"):
+@pytest.mark.parametrize(
+    ("min_nodes", "spare_nodes", "given"),
+    [(1, 0, r"launch\.min_nodes=1"), (None, 2, r"launch\.spare_nodes=2"),
+     (1, 2, r"launch\.min_nodes=1 and launch\.spare_nodes=2")],
+)  # fmt: skip
+def test_elements_of_a_sweep_always_get_their_nodes(tmp_path, min_nodes, spare_nodes, given):
+    base = request(min_nodes=min_nodes).with_overrides(f"launch.spare_nodes={spare_nodes}").model_dump()
+    sweep = SweepConfig.from_mapping({"name": "tiny", "base": base, "grid": {"training.seed": [1]}})
+    with pytest.raises(ConfigError, match=f"{given}: elements are compared on equal nodes; leave that out"):
         sweeps.prepare(sweep, tmp_path / "sweep")
