@@ -23,6 +23,7 @@ from llama_core.records.directory import RunDirectory
 from llama_core.records.files import write_json
 from llama_core.records.job import JobRecord
 from llama_core.runs.loading import load_config, load_plan
+from llama_core.units import counted
 
 
 def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] = os.environ) -> int:
@@ -72,13 +73,13 @@ def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
     as it is, so that the next start may get all nodes again.
 
     Raises:
-        PlanError: if there is no plan for ``launch.min_nodes`` nodes or more.
+        PlanError: if there is no plan for ``launch.min_nodes`` nodes or more, or for all of them if that is not set.
     """
     config = load_config(run)
     planned_before = load_plan(run)
     machine = detect_machine()
     ranks_of_node = config.parallel.gpus // config.num_nodes
-    refusal = f"the job got {granted}"
+    refusal = "the job got no more"
     for num_nodes in range(min(granted, config.num_nodes), config.fewest_nodes - 1, -1):
         num_ranks = num_nodes * ranks_of_node
         if planned_before.world_size == num_ranks:
@@ -94,7 +95,8 @@ def plan_attempt(run: RunDirectory, granted: int) -> tuple[int, int]:
         if planned.choice is not None:
             write_json(run.choice, planned.choice.as_dict())
         return num_nodes, num_ranks
-    raise PlanError(f"launch.min_nodes={config.fewest_nodes}: no plan for {granted} nodes or fewer: {refusal}")
+    key = "nodes" if config.launch.min_nodes is None else "min_nodes"
+    raise PlanError(f"launch.{key}={config.fewest_nodes}: no plan for {counted(granted, 'node')} or fewer: {refusal}")
 
 
 if __name__ == "__main__":
