@@ -28,7 +28,7 @@ COMMAND_SECONDS = 10.0
 END_SECONDS = 12.0
 """How long the end of a process waits for its notices."""
 
-_WORDS: dict[NotifiedEvent, str] = {"end": "ended", "fault": "failed", "requeue": "queued again", "spike": "bad step"}
+_WORDS: dict[NotifiedEvent, str] = {"end": "ended", "fault": "failed", "requeue": "starts again", "spike": "bad step"}
 
 
 @dataclass(frozen=True)

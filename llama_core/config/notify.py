@@ -31,7 +31,7 @@ class NotifyConfig(Section):
     command: tuple[str, ...] = Field((), strict=False)
     """A program and its arguments, as a list; it gets the same JSON on its standard input."""
     on: tuple[NotifiedEvent, ...] = Field(("end", "fault", "requeue", "spike"), strict=False)
-    """What to tell: end (finished, or stopped when asked to), fault (any other end), requeue (its job is queued again)
+    """What to tell: end (finished, or stopped when asked to), fault (any other end), requeue (its job starts again)
     and spike (a loss or gradient that jumped or is not finite)."""
 
     @field_validator("on", mode="before")

@@ -219,7 +219,7 @@ def _attempt(number: int, attempt: dict[str, Any]) -> Fact:
     first = attempt["first_step"]
     last = attempt["last_step"]
     steps = f"steps {first} to {last}" if first is not None else "no step"
-    again = "; it was queued again" if attempt["requeued"] else ""
+    again = "; its job started again" if attempt["requeued"] else ""
     return Fact(f"attempt {number}", f"{steps}, {attempt['status']}: {attempt['reason']}{again}")
 
 

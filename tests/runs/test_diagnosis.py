@@ -132,7 +132,7 @@ def test_a_run_that_ended_as_it_should_is_healthy(run, capsys, status, state):
     assert found["attempts"][0]["last_step"] == 6
 
 
-def test_a_job_that_slurm_queued_again_says_so_once(run, monkeypatch):
+def test_a_job_that_started_again_says_so_once(run, monkeypatch):
     job = JobRecord("slurm", "7", "", ATTEMPT["submitted_at"], folder="")
     attempt = Attempt("7", job.submitted_at, 0, "", ATTEMPT["submitted_at"])
     write_json(attempt_path(run), attempt)
@@ -141,7 +141,7 @@ def test_a_job_that_slurm_queued_again_says_so_once(run, monkeypatch):
     run.outcome.unlink()
     begin_attempt(run, job, restart=1, nodes="", max_attempts=3, surroundings=SlurmSurroundings())
     (told,) = texts(diagnose(run), "attempt 1")
-    assert told.endswith("preempted: Slurm stopped the job; it was queued again")
+    assert told.endswith("preempted: Slurm stopped the job; its job started again")
 
 
 def test_a_run_that_never_started_is_healthy(tmp_path):
