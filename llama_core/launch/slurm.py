@@ -21,6 +21,8 @@ FIRST_POLL_SECONDS = 5.0
 """Time between the first two queries about a job; all users share Slurm's controller."""
 FILES_SECONDS = 15.0
 """Time that records written on a node may take to appear on this machine through the shared file system."""
+SOON_SECONDS = 120
+"""Slurm may tell ranks of a time limit a minute early, and others take as long to start."""
 ENDED = frozenset(
     ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
      "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
@@ -140,6 +142,32 @@ def give_back(job_id: str, nodes: Sequence[str]) -> bool:
     with _outliving_sigterm():
         kept = [node for node in nodes_of(job_id) if node not in nodes]
         return bool(kept) and _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"))
+
+
+def announced_seconds(save_timeout_s: int, limit_seconds: int) -> int:
+    """Return how long before its time limit Slurm tells the ranks of a job."""
+    return min(save_timeout_s, limit_seconds // 4)
+
+
+def nears_limit(job_id: str, save_timeout_s: float) -> bool:
+    """Return whether Slurm has told the ranks of a running job of its time limit, which it does once, or soon will."""
+    shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
+    fields = dict(re.findall(r"(?<!\S)(RunTime|TimeLimit)=(\S+)", shown.stdout)) if shown else {}
+    seconds = {name: _seconds(written) for name, written in fields.items()}
+    run = seconds.get("RunTime")
+    limit = seconds.get("TimeLimit")
+    if run is None or limit is None:
+        return False
+    return limit - run < announced_seconds(int(save_timeout_s), limit) + SOON_SECONDS
+
+
+def _seconds(written: str) -> int | None:
+    """Return a time that Slurm writes as ``[days-]hours:minutes:seconds``; None for UNLIMITED and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", written)
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def requeue(job_id: str) -> bool:

@@ -1,8 +1,10 @@
 """Whether a job with spare nodes starts its ranks again when those of an attempt have ended."""
 
+import subprocess
+
 import pytest
 
-from llama_core.launch import outcome
+from llama_core.launch import outcome, slurm
 from llama_core.launch.attempts import Attempt, RankExit, attempt_path, exit_path, request_cancellation
 from llama_core.launch.outcome import read_outcome, record_requeue, tell_final_ending
 from llama_core.launch.rank import requeue
@@ -22,7 +24,8 @@ ATTEMPT = Attempt(JOB.job_id, JOB.submitted_at, 0, "n1,n2", now())
 class Cluster(BelowSubmitit):
     """A scheduler that has given a job some nodes, of which it may lose some."""
 
-    def __init__(self, *nodes, state="RUNNING", gives_back=True, loses=()):
+    def __init__(self, *nodes, state="RUNNING", gives_back=True, loses=(), is_late=False):
+        self.is_late = is_late
         self.nodes = list(nodes)
         self.loses = dict(loses)
         self.state = state
@@ -39,6 +42,9 @@ class Cluster(BelowSubmitit):
         for node in self.loses:  # after it was asked so often
             self.loses[node] -= 1
         return [node for node in self.nodes if self.loses.get(node, 1) > 0]
+
+    def nears_limit(self, job):
+        return self.is_late
 
     def hosts(self, nodes):
         return nodes.split(",")
@@ -119,6 +125,30 @@ def test_ranks_that_never_began_are_not_started_for_ever(run):
     """The attempt that is recorded then is the one before."""
     assert again(run, Cluster("n1", "n3"))
     assert not again(run, Cluster("n1", "n3"), restart=1)
+
+
+def test_a_job_whose_time_is_nearly_over_is_queued_again(run):
+    """Slurm tells the ranks of a time limit only once."""
+    cluster = Cluster("n1", "n3", is_late=True)
+    assert not again(run, cluster)
+    assert cluster.asked == ["queue again"]
+
+
+@pytest.mark.parametrize(
+    ("run_time", "limit", "nears"),
+    [
+        ("00:10:00", "1-00:00:00", False),
+        ("23:52:00", "1-00:00:00", False),
+        ("23:53:01", "1-00:00:00", True),
+        ("00:05:00", "00:10:00", False),  # a quarter of the limit is less than save_timeout_s
+        ("00:06:00", "00:10:00", True),
+        ("365-00:00:00", "UNLIMITED", False),
+    ],
+)
+def test_a_job_nears_its_limit_from_a_little_before_slurm_says_so(monkeypatch, run_time, limit, nears):
+    shown = f"JobId=812 RunTime={run_time} TimeLimit={limit} TimeMin=N/A"
+    monkeypatch.setattr(slurm, "_slurm", lambda *command: subprocess.CompletedProcess(command, 0, shown, ""))
+    assert slurm.nears_limit("812", 300) == nears
 
 
 def test_ranks_that_failed_on_nodes_that_are_all_there_do_not_start_again(run):

@@ -16,7 +16,7 @@ from llama_core.errors import EnvironmentMismatchError
 from llama_core.launch.attempts import IN_PLACE_VARIABLE
 from llama_core.launch.jobs.handle import PLANNER
 from llama_core.launch.rank.start import python_command
-from llama_core.launch.slurm import cores_per_gpu, default_memory_bytes, largest_node_bytes
+from llama_core.launch.slurm import announced_seconds, cores_per_gpu, default_memory_bytes, largest_node_bytes
 from llama_core.launchers.slurm import SLURM
 from llama_core.machine.node import NODE_VARIABLE
 from llama_core.units import MIB
@@ -66,7 +66,6 @@ def slurm_parameters(
     cores = _cores_of_a_rank(config)
     ranks = num_ranks // nodes
     options = slurm.options_with_gpus(ranks) if on_cuda else slurm.options
-    limit_seconds = slurm.time_limit_min * 60
     asked = {
         "partition": slurm.partition,
         "account": slurm.account,
@@ -90,7 +89,7 @@ def slurm_parameters(
         "nodes": nodes,
         "ntasks_per_node": ranks,
         "cpus_per_task": cores,
-        "signal_delay_s": min(config.launch.save_timeout_s, limit_seconds // 4),
+        "signal_delay_s": announced_seconds(config.launch.save_timeout_s, 60 * slurm.time_limit_min),
         "stderr_to_stdout": True,
         "wckey": None,  # clusters that account by wckey refuse submitit's own
         "srun_args": [f"--{key}" if value is True else f"--{key}={value}" for key, value in srun.items()],

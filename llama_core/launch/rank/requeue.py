@@ -197,7 +197,7 @@ def goes_on(
 ) -> bool:
     """Return whether a job with spare nodes starts its ranks again, after those of an attempt have ended.
 
-    It does if nodes were lost or given back and enough are left; if they are too few, it is queued again.
+    It does if nodes were lost or given back. It is queued again if too few are left, or its time is nearly over.
 
     Args:
         run: the run the job works on.
@@ -226,15 +226,15 @@ def goes_on(
     launcher = LAUNCHERS.named(job.launcher)
     verdict = Verdict("node-failure", f"{launcher.title} lost {', '.join(lost)}", RESUME)
     is_last = restart + 1 >= max_attempts
-    is_enough = len(surroundings.nodes_now(job.job_id)) >= num_nodes
+    stays = len(surroundings.nodes_now(job.job_id)) >= num_nodes and not surroundings.nears_limit(job)
     if is_last:
         record_surrender(run, job, attempt, verdict, _too_many(launcher, max_attempts))
-    elif not is_enough:
+    elif not stays:
         _queued_again(run, job, attempt, verdict, surroundings)
     else:
         record_requeue(run, job, attempt, verdict, in_place=True)
         finish_telling()
-    return is_enough and not is_last
+    return stays and not is_last
 
 
 def _lost_nodes(run: RunDirectory, job: JobRecord, attempt: Attempt, surroundings: Surroundings) -> list[str]:

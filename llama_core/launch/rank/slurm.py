@@ -20,6 +20,7 @@ from llama_core.launch.slurm import (
     give_back,
     hosts,
     job_status,
+    nears_limit,
     nodes_of,
     requeue,
 )
@@ -113,6 +114,10 @@ class SlurmSurroundings(Surroundings):
     def give_back(self, job: JobRecord, nodes: Sequence[str]) -> bool:
         """Let a running job go on without some of its nodes; return whether Slurm agreed."""
         return give_back(job.job_id, nodes)
+
+    def nears_limit(self, job: JobRecord) -> bool:
+        """Return whether Slurm has told the ranks of a running job of its time limit, or soon will."""
+        return nears_limit(job.job_id, job.grace_seconds)
 
     def started_ranks(self) -> int:
         """Return how many ranks srun has started, this one included; 1 if it has not."""

@@ -107,6 +107,13 @@ class Surroundings(ABC):
         """Let a running job go on without some of its nodes; return whether its scheduler agreed."""
         return False
 
+    def nears_limit(self, job: JobRecord) -> bool:
+        """Return whether the ranks of a running job have been told that its time is nearly over, or soon will be.
+
+        Ranks that start after that would not be told.
+        """
+        return False
+
     def started_ranks(self) -> int:
         """Return how many ranks a step of the job around this process has started, this one included; 1 if none has.
 
