@@ -6,6 +6,7 @@ measures what does not depend on its work: a product of matrices that is the sam
 was ready without a core.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,30 @@ from statistics import median, median_low
 from typing import NamedTuple
 
 from llama_core.preflight.checks import PRODUCT
-from llama_core.preflight.outliers import outliers
+from llama_core.preflight.outliers import FALSE_ALARM, outliers
 
 CORE_WAIT = "core wait"
-WINDOW = 6
-"""Looks by which ranks are judged. Of a rank's last ones the lower median counts, so that half may be disturbed."""
+MIN_WINDOW = 6
+DISTURBED = 0.01
+"""The share of a healthy rank's looks that something else on its node may disturb."""
+
+
+def window(num_ranks: int) -> int:
+    """Return by how many looks ranks are judged. Of a rank's last ones the lower median counts: half may be disturbed.
+
+    They are as few as make it improbable, by ``FALSE_ALARM``, that more than half of any rank's looks are disturbed
+    though it is healthy: 6 for 2 ranks, 8 for 64, 12 for 8,192.
+    """
+    looks = MIN_WINDOW
+    while num_ranks * _more_than_half_disturbed(looks) > FALSE_ALARM:
+        looks += 2
+    return looks
+
+
+def _more_than_half_disturbed(looks: int) -> float:
+    """Return the probability, but for terms that are smaller by ``DISTURBED``."""
+    more = looks // 2 + 1
+    return float(math.comb(looks, more) * DISTURBED**more)
 
 
 @dataclass(frozen=True)
@@ -60,11 +80,12 @@ class StragglerJudge:
 
     Args:
         signals: what they measure, by name.
+        num_ranks: how many there are.
     """
 
-    def __init__(self, signals: Mapping[str, Signal]) -> None:
+    def __init__(self, signals: Mapping[str, Signal], num_ranks: int) -> None:
         self._signals = signals
-        self._looks: deque[tuple[int, Mapping[str, Sequence[float]]]] = deque(maxlen=WINDOW)
+        self._looks: deque[tuple[int, Mapping[str, Sequence[float]]]] = deque(maxlen=window(num_ranks))
         self._behind: set[tuple[str, int]] = set()
 
     def look(self, step: int, values: Mapping[str, Sequence[float]]) -> Iterator[RankChange]:
@@ -76,7 +97,7 @@ class StragglerJudge:
                 which it has 0, is left out.
         """
         self._looks.append((step, values))
-        if len(self._looks) < WINDOW:
+        if len(self._looks) < (self._looks.maxlen or 0):
             return
         for name, signal in self._signals.items():
             yield from self._changed(name, signal)

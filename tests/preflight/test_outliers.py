@@ -1,13 +1,13 @@
 """A rank is named when it is far above the others, and noise names nobody."""
 
 import random
-from statistics import median
+from statistics import NormalDist, median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llama_core.preflight.outliers import DEVIATIONS, SIGMA_OF_MAD, outliers
+from llama_core.preflight.outliers import FALSE_ALARM, SIGMA_OF_MAD, deviations, outliers
 
 SHARE = 0.2
 times = st.lists(st.floats(1e-4, 1e3), min_size=0, max_size=12)
@@ -22,7 +22,7 @@ def above_all_others(values, share, least):
             continue
         usual = median(others)
         sigma = SIGMA_OF_MAD * median(abs(other - usual) for other in others)
-        if value > usual + max(DEVIATIONS * sigma, share * usual, least):
+        if value > usual + max(deviations(len(values)) * sigma, share * usual, least):
             found[place] = usual
     return found
 
@@ -68,6 +68,12 @@ def test_one_slow_rank_among_others_is_named_with_their_median(num_ranks):
 
 def test_all_ranks_of_a_slow_node_of_two_are_named_and_none_of_the_other():
     assert list(outliers([1.0] * 8 + [2.0] * 8, share=SHARE)) == list(range(8, 16))
+
+
+@pytest.mark.parametrize("num_values", [2, 8, 64, 1024, 8192])
+def test_normal_noise_makes_an_outlier_of_any_value_as_rarely_among_many_as_among_few(num_values):
+    none_exceeds = NormalDist().cdf(deviations(num_values)) ** num_values
+    assert 1 - none_exceeds == pytest.approx(FALSE_ALARM, rel=1e-3)
 
 
 def test_noise_of_thousands_of_ranks_names_none():

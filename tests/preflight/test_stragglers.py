@@ -1,12 +1,16 @@
 """Ranks that fall behind while all of them train: who is named, since when, and who is not."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llama_core.preflight.checks import PRODUCT
-from llama_core.preflight.stragglers import CORE_WAIT, SIGNALS, WINDOW, StragglerJudge
+from llama_core.preflight.outliers import FALSE_ALARM
+from llama_core.preflight.stragglers import CORE_WAIT, DISTURBED, MIN_WINDOW, SIGNALS, StragglerJudge, window
 from llama_core.records.stragglers import Straggler, still_behind
 
 STEPS = range(10, 10_000, 10)
@@ -14,7 +18,7 @@ STEPS = range(10, 10_000, 10)
 
 def judged(looks, device="cpu"):
     """Return all findings about some looks, each a pair of products and core waits by rank."""
-    judge = StragglerJudge(SIGNALS[device])
+    judge = StragglerJudge(SIGNALS[device], len(looks[0][0]))
     found = []
     for step, (products, waits) in zip(STEPS, looks, strict=False):
         found += judge.look(step, {PRODUCT: products, CORE_WAIT: waits})
@@ -27,7 +31,7 @@ def steady(num_ranks, value=0.001):
 
 def test_a_rank_that_becomes_slow_is_named_within_a_window_with_its_first_slow_step():
     quick, slow = steady(8), [*steady(7), 0.003]
-    found = judged([(quick, quick)] * 20 + [(slow, quick)] * WINDOW)
+    found = judged([(quick, quick)] * 20 + [(slow, quick)] * window(8))
     (one,) = found
     assert (one.rank, one.since_step, one.is_over) == (7, STEPS[20], False)
     assert one.text == "a product of matrices takes 3 ms, and 1 ms on its peers"
@@ -35,7 +39,7 @@ def test_a_rank_that_becomes_slow_is_named_within_a_window_with_its_first_slow_s
 
 def test_a_rank_that_recovers_is_named_again():
     quick, slow = steady(8), [*steady(7), 0.003]
-    found = judged([(slow, quick)] * 10 + [(quick, quick)] * WINDOW)
+    found = judged([(slow, quick)] * 10 + [(quick, quick)] * window(8))
     assert [(one.rank, one.since_step, one.is_over) for one in found] == [(7, STEPS[0], False), (7, STEPS[10], True)]
 
 
@@ -43,7 +47,7 @@ def test_a_rank_that_recovers_is_named_again():
 def test_a_rank_whose_threads_wait_for_a_core_is_named(num_ranks):
     waits = [0.01] * num_ranks
     waits[1] = 0.7
-    (one,) = judged([(steady(num_ranks), waits)] * WINDOW)
+    (one,) = judged([(steady(num_ranks), waits)] * window(num_ranks))
     assert one.text == "it was ready without a core 70 % of the time, and 1 % on its peers"
 
 
@@ -68,16 +72,25 @@ def test_noise_names_nobody(device, noise, num_ranks):
     assert judged(looks, device) == []
 
 
+@given(num_ranks=st.integers(2, 100_000))
+def test_more_ranks_are_judged_by_more_looks_so_that_disturbed_ones_name_a_healthy_rank_as_rarely(num_ranks):
+    looks = window(num_ranks)
+    disturbed = [math.comb(looks, k) * DISTURBED**k * (1 - DISTURBED) ** (looks - k) for k in range(looks + 1)]
+    assert looks >= MIN_WINDOW
+    assert num_ranks * sum(disturbed[looks // 2 + 1 :]) <= FALSE_ALARM
+    assert looks <= window(num_ranks + 1) <= looks + 2
+
+
 def test_what_a_rank_cannot_measure_is_left_out():
     products = [*steady(3), 0.004]
-    (one,) = judged([(products, [0.0, 0.9, 0.1, 0.1])] * WINDOW)
+    (one,) = judged([(products, [0.0, 0.9, 0.1, 0.1])] * window(4))
     assert one.rank == 3
 
 
 def test_looks_before_a_rollback_do_not_count():
-    judge = StragglerJudge(SIGNALS["cpu"])
+    judge = StragglerJudge(SIGNALS["cpu"], 4)
     values = {PRODUCT: [*steady(3), 0.004], CORE_WAIT: steady(4)}
-    for step in STEPS[: WINDOW - 1]:
+    for step in STEPS[: window(4) - 1]:
         assert list(judge.look(step, values)) == []
     judge.forget()
     assert list(judge.look(10, values)) == []

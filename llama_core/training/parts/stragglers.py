@@ -69,7 +69,7 @@ class StragglerWatch(LoopPart):
         if config.launch.stragglers != "off" and num_ranks() > 1:
             self._probe = _Probe(device)
             self._report = {name: reports.declare_of_ranks(name) for name in SIGNALS[device.type]}
-        self._judge = StragglerJudge(SIGNALS[device.type])
+        self._judge = StragglerJudge(SIGNALS[device.type], num_ranks())
         self._steps_between = STEPS_BETWEEN_LOOKS
         self._next_look = 0
         self._places: list[tuple[str, str]] = []
