@@ -1,9 +1,12 @@
 """Queries to Slurm, answered by a program that prints the output of Slurm 22.05."""
 
+import subprocess
+
 import pytest
 
+from llama_core.launch.jobs import slurm_check
 from llama_core.launch.scheduler import JobStatus
-from llama_core.launch.slurm import SharedAnswers, array_statuses
+from llama_core.launch.slurm import SharedAnswers, array_statuses, give_back
 
 ARRAY = """\
 JobId=3 ArrayJobId=3 ArrayTaskId=4,7-9,10-14:2%2 ArrayTaskThrottle=2 JobName=sweep JobState=PENDING Reason=Priority
@@ -39,6 +42,33 @@ def test_every_element_of_an_array_has_the_status_of_its_line(questions):
         "3_2": JobStatus("RUNNING", is_preempted=True),
         "3_0": JobStatus("COMPLETED"),
     }
+
+
+def test_a_job_that_gives_nodes_back_leaves_no_files(tmp_path, monkeypatch):
+    """Where a job's id is in the environment, scontrol 22.05 writes scripts with its new size, as this program does."""
+    program = tmp_path / "scontrol"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *hostnames*) echo n1 n2;; *show*) echo "JobId=7 NodeList=n[1-2]";;\n'
+        '*) [ -z "$SLURM_JOB_ID$SLURM_JOBID" ] || touch resize.sh;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOBID", "7")
+    monkeypatch.chdir(tmp_path)
+    assert give_back("7", ["n2"])
+    assert list(tmp_path.iterdir()) == [program]
+
+
+def test_a_controller_that_answers_too_late_is_one_line(monkeypatch):
+    def too_late(command, **options):
+        raise subprocess.TimeoutExpired(command, 30, stderr=b"sinfo: error: Unable to contact slurm controller\n")
+
+    monkeypatch.setattr(slurm_check.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slurm_check.subprocess, "run", too_late)
+    found, problem = slurm_check._look(None)
+    assert found == "the controller does not answer"
+    assert "does not answer (sinfo: error: Unable to contact slurm controller); wait until" in problem
 
 
 def test_an_array_with_another_name_is_not_ours(questions):

@@ -62,7 +62,10 @@ def _look(config: RunConfig | None) -> tuple[str, str | None]:
             ["sinfo", "--noheader", "--format=%R"], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        detail = (getattr(error, "stderr", None) or str(error)).strip().rpartition("\n")[2]
+        said = getattr(error, "stderr", None) or str(error)
+        if isinstance(said, bytes):  # those of a timeout are, although text was asked for
+            said = said.decode(errors="replace")
+        detail = said.strip().rpartition("\n")[2]
         return "the controller does not answer", f"launch.launcher=slurm: {_silent(detail)}, or use --launcher local"
     partitions = sorted(set(answer.stdout.split()))
     return f"partitions {', '.join(partitions)}", None if config is None else _problem(config, partitions)
