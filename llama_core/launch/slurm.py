@@ -138,10 +138,16 @@ def hosts(abbreviated: str) -> list[str]:
 
 
 def give_back(job_id: str, nodes: Sequence[str]) -> bool:
-    """Take some nodes from a running job, which keeps its others; return whether Slurm agreed."""
+    """Take some nodes from a running job, which keeps its others; return whether Slurm agreed.
+
+    It is not asked for the first one, which runs the job's script.
+    """
     with _outliving_sigterm():
-        kept = [node for node in nodes_of(job_id) if node not in nodes]
-        return bool(kept) and _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"))
+        before = nodes_of(job_id)
+        kept = [node for node in before if node not in nodes]
+        if not kept or kept[0] != before[0]:
+            return False
+        return _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"NodeList={','.join(kept)}"))
 
 
 def announced_seconds(save_timeout_s: int, limit_seconds: int) -> int:

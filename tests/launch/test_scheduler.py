@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 
+from llama_core.launch import slurm
 from llama_core.launch.jobs import slurm_check
 from llama_core.launch.scheduler import JobStatus
 from llama_core.launch.slurm import SharedAnswers, array_statuses, give_back
@@ -58,6 +59,13 @@ def test_a_job_that_gives_nodes_back_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert give_back("7", ["n2"])
     assert list(tmp_path.iterdir()) == [program]
+
+
+def test_a_job_keeps_its_first_node(monkeypatch):
+    monkeypatch.setattr(slurm, "nodes_of", lambda job_id: ["n1", "n2"])
+    monkeypatch.setattr(slurm, "_slurm", lambda *command: subprocess.CompletedProcess(command, 0, "", ""))
+    assert give_back("7", ["n2"])
+    assert not give_back("7", ["n1"])
 
 
 def test_a_controller_that_answers_too_late_is_one_line(monkeypatch):
