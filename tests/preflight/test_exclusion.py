@@ -143,6 +143,13 @@ def test_a_job_at_its_time_limit_leaves_out_the_nodes_that_were_behind_then(run,
     assert outcome.reason.endswith("; rank 10 on n5 (a device), behind since step 20: slow")
 
 
+def test_of_many_ranks_that_were_behind_the_reason_names_a_few(run, asked):
+    append_stragglers(run, [behind(rank, "n5") for rank in range(10, 18)])
+    assert start_again(run, JOB, 0, **AT_ITS_LIMIT, max_excluded=1, surroundings=slurm.SlurmSurroundings())
+    reason = read_outcome(run).reason
+    assert reason.endswith("; rank 13 on n5 (a device), behind since step 20: slow; 4 more")
+
+
 def test_nodes_beyond_the_share_of_all_starts_stay(run, asked):
     append_stragglers(run, [behind(10, "n5")])
     assert start_again(run, JOB, 0, **AT_ITS_LIMIT, max_excluded=1, surroundings=slurm.SlurmSurroundings())

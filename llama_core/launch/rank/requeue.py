@@ -46,6 +46,9 @@ MAX_EXCLUDED_SHARE = 1 / 8
 """The share of its nodes that a job may exclude, and at least one: if more fall behind, the others are the odd ones, or
 something that all nodes share is slow."""
 
+MAX_NAMED = 4
+"""Most ranks that the reason of an attempt names; ``logs/stragglers.jsonl`` has all."""
+
 SUPERSEDED_SECONDS = 1.5 * LOOK_SECONDS
 """How long ranks that a scheduler has lost may go on after another attempt has begun: see ``watchdogs.Successor``."""
 
@@ -146,7 +149,8 @@ def start_again(
         if len(excluded_nodes(run, job).union(slow)) <= max_excluded:
             nodes = slow
         limit = "" if nodes else f", which the job keeps, as it may leave out {counted(max_excluded, 'node')} in all"
-        verdict = replace(verdict, reason=f"{verdict.reason}; {'; '.join(map(str, behind))}{limit}")
+        named = [*map(str, behind[:MAX_NAMED]), *([f"{len(behind) - MAX_NAMED} more"] if behind[MAX_NAMED:] else [])]
+        verdict = replace(verdict, reason=f"{verdict.reason}; {'; '.join(named)}{limit}")
     return _queued_again(run, job, attempt, verdict, surroundings, without=nodes)
 
 
