@@ -390,7 +390,7 @@ class RunConfig(Section):
 
     @property
     def most_nodes(self) -> int:
-        """The nodes that the job asks for, spares included."""
+        """Most nodes that the job asks for, spares included."""
         return self.num_nodes + self.launch.spare_nodes
 
     @property

@@ -593,8 +593,8 @@ class LaunchConfig(Section):
     """Fewest nodes that a job starts with, such as after it has lost one: it takes the free nodes, up to `nodes`, and
     plans anew for them; default: all nodes."""
     spare_nodes: int = Field(0, ge=0)
-    """Nodes that a job asks for besides, if they are free: they wait, and where a node is lost or excluded, the job
-    goes on with one of them at once, without its queue."""
+    """Further nodes that a job asks for, if they are free. They wait, and are paid for; when a node is lost or
+    excluded, the job goes on with one of them at once, without the queue."""
     collective_timeout_s: int = Field(600, ge=1)
     """Seconds that ranks wait for each other before the run counts as hung."""
     hang_timeout_s: int = Field(1800, ge=1)

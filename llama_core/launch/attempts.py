@@ -45,7 +45,7 @@ class Attempt:
     restart: int
     """Number of earlier starts of the job."""
     nodes: str
-    """The job's nodes, as its scheduler abbreviates them; empty on this machine."""
+    """The nodes of its ranks, as the scheduler abbreviates them; empty on this machine."""
     started_at: Time
 
     def is_of(self, job: JobRecord) -> bool:

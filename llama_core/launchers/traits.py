@@ -32,7 +32,8 @@ class LauncherType:
     can_exclude: bool = False
     """Whether a job that starts again can be kept off some nodes."""
     takes_fewer_nodes: bool = False
-    """Whether a job may start with fewer nodes than it asks for (``launch.min_nodes``)."""
+    """Whether a job may start with fewer nodes than it asks for, and plans for them on the first one
+    (``launch.min_nodes``, ``launch.spare_nodes``)."""
     runs_tasks: bool = False
     """Whether it also runs jobs that are no run's: those that evaluate a checkpoint, or build shards of tokens."""
     announces_end_with: Signals | None = None
