@@ -47,7 +47,7 @@ from llama_core.parallel.ranks import from_first_rank, joined_ranks, on_first_ra
 from llama_core.planning.search.auto import choose_plan
 from llama_core.preflight.checks import AMOUNTS, PRODUCT
 from llama_core.preflight.preflight import fallen_behind
-from llama_core.preflight.stragglers import CORE_WAIT, SIGNALS, StragglerJudge, window
+from llama_core.preflight.stragglers import CORE_WAIT, FIRST_LOOKS, SIGNALS, StragglerJudge, window
 from llama_core.records.checkpoints import recorded_sums, write_manifest
 from llama_core.records.checksums import FileSum
 from llama_core.records.directory import RunDirectory
@@ -265,9 +265,10 @@ def _look_ms(num_ranks: int, slow: int) -> float:
     values = [one.seconds[PRODUCT] for one in _measurements(num_ranks, slow)]
     signals = {PRODUCT: values, CORE_WAIT: [0.01] * num_ranks}
     judge = StragglerJudge(SIGNALS["cuda"], num_ranks)
-    for step in range(window(num_ranks)):
+    looks = max(window(num_ranks), FIRST_LOOKS)
+    for step in range(looks):
         list(judge.look(step, signals))
-    return _ms(lambda: list(judge.look(window(num_ranks), signals)))
+    return _ms(lambda: list(judge.look(looks, signals)))
 
 
 def planning(num_ranks: int) -> Figures:

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from llama_core.preflight.checks import PRODUCT
 from llama_core.preflight.outliers import FALSE_ALARM
-from llama_core.preflight.stragglers import CORE_WAIT, DISTURBED, MIN_WINDOW, SIGNALS, StragglerJudge, window
+from llama_core.preflight.stragglers import (
+    CORE_WAIT,
+    DISTURBED,
+    FIRST_LOOKS,
+    MIN_RANKS_FOR_SLOWDOWN,
+    MIN_WINDOW,
+    SIGNALS,
+    StragglerJudge,
+    window,
+)
 from llama_core.records.stragglers import Straggler, still_behind
 
 STEPS = range(10, 10_000, 10)
@@ -54,6 +63,41 @@ def test_a_rank_whose_threads_wait_for_a_core_is_named(num_ranks):
 def test_a_rank_that_is_disturbed_now_and_then_is_not_named():
     quick, slow = steady(2), [0.01, 0.001]
     assert judged([(slow if look % 3 == 0 else quick, quick) for look in range(60)]) == []
+
+
+def slowed_by_a_tenth(num_ranks):
+    """Every second rank is always a tenth slower; the last of the others becomes as slow as they are, and recovers."""
+    usual = [0.001, 0.0011] * (num_ranks // 2)
+    slower = [*usual[:-2], 0.0011, usual[-1]]
+    waits = steady(num_ranks)
+    return [(usual, waits)] * (FIRST_LOOKS + 5) + [(slower, waits)] * 20 + [(usual, waits)] * 20
+
+
+def test_a_rank_among_many_that_becomes_a_tenth_slower_than_it_was_is_named_though_others_always_were_as_slow():
+    began, ended = judged(slowed_by_a_tenth(MIN_RANKS_FOR_SLOWDOWN), "cuda")
+    assert (began.rank, began.since_step, began.is_over) == (62, STEPS[FIRST_LOOKS + 5], False)
+    assert began.text.endswith("; 1.10 times as long as when the run began, and 1.00 times on its peers")
+    assert (ended.rank, ended.since_step, ended.is_over) == (62, STEPS[FIRST_LOOKS + 25], True)
+
+
+@pytest.mark.parametrize(("num_ranks", "device"), [(MIN_RANKS_FOR_SLOWDOWN - 2, "cuda"), (64, "cpu")])
+def test_few_ranks_and_those_of_cpus_are_not_compared_with_what_they_were(num_ranks, device):
+    assert judged(slowed_by_a_tenth(num_ranks), device) == []
+
+
+def test_ranks_that_all_become_slower_are_named_by_nobody_and_a_rollback_forgets_no_first_looks():
+    judge = StragglerJudge(SIGNALS["cuda"], 64)
+    found = []
+    for look, step in zip(range(FIRST_LOOKS + 40), STEPS, strict=False):
+        if look == FIRST_LOOKS + 20:
+            judge.forget()
+        products = steady(64, 0.001 if look < FIRST_LOOKS else 0.0012)
+        if look >= FIRST_LOOKS + 20:
+            products[5] *= 1.1
+        found += judge.look(step, {PRODUCT: products, CORE_WAIT: steady(64)})
+    (one,) = found
+    assert (one.rank, one.since_step) == (5, STEPS[FIRST_LOOKS + 20])
+    assert one.text.endswith("; 1.32 times as long as when the run began, and 1.20 times on its peers")
 
 
 def test_ranks_that_are_all_slow_are_no_stragglers():
