@@ -292,7 +292,7 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
         for step in range(NUM_STEPS)
     ]
     rewards = measured_totals(engine.model, plan)
-    evaluated = engine.evaluate(held_out_microbatches(plan, documents, objective))
+    evaluated, _ = engine.evaluate(held_out_microbatches(plan, documents, objective))
     held_out_rewards = measured_totals(engine.model, plan)
     of_pairs = {}
     if rewards is not None:
@@ -309,7 +309,7 @@ def train(plan, spec, dtype, *, documents, draw=True, objective=None, optimizer=
         "norms": {"": _array([step.grad_norm for step in steps])},
         "gradients": gradients,
         "weights": {name: _whole(weight.detach()) for name, weight in named_weights(engine.model)},
-        "evaluation": {"": _array(evaluated.losses)},
+        "evaluation": {"": _array(evaluated)},
     }
 
 

@@ -31,7 +31,6 @@ from llama_core.parallel.tensor import apply_tensor_parallel
 from llama_core.parallel.whole_matrices import mark_copies
 from llama_core.parallel.zero import Alone, Copies, DataParallel, Sharded
 from llama_core.planning.plan import ParallelPlan
-from llama_core.records.held_out import HeldOutRows
 
 
 class ParallelModel:
@@ -200,8 +199,10 @@ class ParallelModel:
         ]
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
-        """Return the loss of every row of all ranks, in turns: the first of each data-parallel rank, then the second.
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+        """Return the loss of every row of all ranks, summed over what counts in it, and how much that is.
+
+        The rows come in turns: the first of each data-parallel rank, then the second.
 
         Args:
             microbatches: this rank's share; every rank has as many rows.
@@ -219,7 +220,7 @@ class ParallelModel:
         copies = self.plan.tp  # ranks that all have the same loss
         losses_R = self._over_all_rows(losses_R) / copies
         counts_R = self._over_all_rows(counts_R) // (copies * self.plan.pp)
-        return HeldOutRows.of(losses_R.tolist(), counts_R.tolist())
+        return losses_R.tolist(), counts_R.tolist()
 
     @torch.no_grad()
     def measure_rows(

@@ -59,7 +59,6 @@ from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT, place_of
 from llama_core.records.checksums import FileSum, SummedFile
 from llama_core.records.files import DAMAGE, open_file, read_json, write_json
-from llama_core.records.held_out import HeldOutRows
 
 MAX_BUCKET_ELEMENTS = 50_000_000
 """Most gradients or weights that are sent at once, in a buffer of that size."""
@@ -132,6 +131,8 @@ class DeepSpeedModel:
         EnvironmentMismatchError: if the package ``deepspeed`` is missing.
         PlanError: if the plan's number of ranks is not the number started.
     """
+
+    waits = True
 
     def __init__(
         self,
@@ -288,8 +289,10 @@ class DeepSpeedModel:
         return Update(grad_norm, torch.tensor(self.engine.was_step_applied()))
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
-        """Return the loss of every row of all ranks: the first of each rank, then the second.
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+        """Return the loss of every row of all ranks, summed over what counts in it, and how much that is.
+
+        The rows come in turns: the first of each rank, then the second.
 
         Args:
             microbatches: this rank's share; every rank has as many rows.
@@ -303,7 +306,7 @@ class DeepSpeedModel:
             counts += [self.model.objective.count(row) for row in batch.split(1)]
         all_losses = self._over_all_rows(losses_R).tolist()
         all_counts = self._over_all_rows(torch.stack(counts)).tolist()
-        return HeldOutRows.of(all_losses, all_counts)
+        return all_losses, all_counts
 
     @torch.no_grad()
     def measure_rows(

@@ -1,5 +1,6 @@
 """The training engine: a model and its optimizer behind one interface, parallelised by torch or by DeepSpeed."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -35,7 +36,6 @@ from llama_core.planning.kernels import attention_kernel
 from llama_core.planning.plan import ParallelPlan
 from llama_core.records.checkpoints import LAYOUT
 from llama_core.records.checksums import FileSum
-from llama_core.records.held_out import HeldOutRows
 from llama_core.training.optimizer import build_optimizer
 from llama_core.training.reading import PlainPlanner, PlainReader
 from llama_core.training.saving import BackgroundSaver
@@ -53,6 +53,8 @@ class Engine(Protocol):
     """One rank's part of a model in training. All ranks call each method together."""
 
     model: Llama
+    waits: bool
+    """Whether a step waits for the device, so that the host cannot run ahead of it."""
 
     @property
     def own_loss(self) -> Tensor:
@@ -90,10 +92,10 @@ class Engine(Protocol):
         The update is skipped if the loss or the norm is not finite on any rank.
         """
 
-    def evaluate(self, microbatches: Sequence[Batch]) -> HeldOutRows:
-        """Return the loss of every row of all ranks, in turns: the first of each data-parallel rank, then the second.
+    def evaluate(self, microbatches: Sequence[Batch]) -> tuple[list[float], list[int]]:
+        """Return the loss of every row of all ranks, summed over what counts in it, and how much that is.
 
-        Every rank has as many rows.
+        The rows come in turns: the first of each data-parallel rank, then the second. Every rank has as many.
         """
 
     def measure_rows(
@@ -156,6 +158,7 @@ def train_step(
     max_grad_norm: float,
     loss_scale: float = 1.0,
     on_phase: OnPhase = lambda phase: None,
+    may_update: Tensor | None = None,
 ) -> StepResult:
     """Accumulate the gradients of ``microbatches`` over all ranks, clip them, and update the weights once.
 
@@ -169,8 +172,12 @@ def train_step(
         max_grad_norm: global norm above which gradients are scaled down.
         loss_scale: multiplies the loss in the backward; the gradients are divided by it afterwards.
         on_phase: called as each forward, backward and optimizer phase begins.
+        may_update: False to skip the update as if the loss were not finite, a boolean scalar on the device; None for
+            True. An engine that waits does not heed it.
     """
     loss = engine.forward_backward(microbatches, loss_scale=loss_scale, on_phase=on_phase)
+    if may_update is not None:
+        loss = loss.masked_fill(~may_update, math.nan)
     grad_norm, updated = engine.update(
         loss, learning_rate=learning_rate, max_grad_norm=max_grad_norm, loss_scale=loss_scale, on_phase=on_phase
     )
@@ -184,6 +191,8 @@ class NativeEngine:
         parallel: this rank's part of the model, materialized.
         optimizer: the fused optimizer of its parameters.
     """
+
+    waits = False
 
     def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
         self.parallel = parallel

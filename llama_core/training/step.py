@@ -93,5 +93,9 @@ class StepUnderWay:
     values: ValuesUnderWay
     microbatches: Sequence[Batch]
     """This rank's share of its data, on its device."""
+    updated: torch.Tensor
+    """Whether the weights were updated, a boolean scalar on the device."""
+    own_loss: torch.Tensor
+    """The sum of the losses that this rank has computed, a scalar on the device."""
     position: Mapping[str, Any]
     """The position in the data after this step's."""

@@ -7,11 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from llama_core.config.run import RunConfig
 from llama_core.config.settings import DATALOADER
@@ -59,7 +61,7 @@ from llama_core.training.parts.stragglers import StragglerWatch
 from llama_core.training.rates import learning_rate
 from llama_core.training.reference import References
 from llama_core.training.reports import Reports, in_words
-from llama_core.training.step import SLOWEST_SECONDS, StepUnderWay, StepValues, ValuesUnderWay
+from llama_core.training.step import SLOWEST_SECONDS, StepUnderWay, ValuesUnderWay
 from llama_core.training.teacher import refer_to_teacher
 from llama_core.training.timing import TimedSteps
 
@@ -163,7 +165,7 @@ class Trainer:
         self.batches = supply(batches)
         self._timed_batches = supply(timed_batches) if timed_batches else self.batches
         self.utilisation = FlopsUtilisation(config.spec, plan.world_size, config.training.precision, self.device)
-        self.runs_ahead = self.device.type == "cuda" and not self.loss_scale.is_dynamic
+        self.runs_ahead = self.device.type == "cuda" and not (self.loss_scale.is_dynamic or self.engine.waits)
         self._steps_ahead = 0
         self._last_loss = math.nan
 
@@ -197,7 +199,7 @@ class Trainer:
             device=self.device,
             is_due=lambda step: self.saves.is_due(step) or self.held_out.is_due(step),
         )
-        self.repeats = Repeats(plan, engine=self.engine, device=self.device, take=self._take_again)
+        self.repeats = Repeats(plan, engine=self.engine, device=self.device, begin_again=self._begin_again)
         memory = MemoryReport(self.meter, self.reports)
         self.metrics = MetricsLog(
             run,
@@ -343,20 +345,26 @@ class Trainer:
             first = "in the first step" if step == 0 else f"in step {step + 1}, the first after the start"
             self.activity.tell(first, "steps")
             while not self.progress.is_over:
-                under_way.append(self._begin_step())
+                # a step that follows a bad one updates no weight until that one is mended or left out
+                may_update = under_way[-1].updated if under_way else None
+                under_way.append(self._begin_step(may_update))
                 bad = self._finish_steps(under_way)
                 if bad is not None:
                     under_way.clear()  # drop the steps after it; the device does them before it loads anything
                     self._go_back(bad)
 
-    def _begin_step(self) -> StepUnderWay:
-        """Give the device all work of the next step, without waiting for it."""
+    def _begin_step(self, may_update: Tensor | None) -> StepUnderWay:
+        """Give the device all work of the next step, without waiting for it.
+
+        Args:
+            may_update: whether it may update the weights, as for ``train_step``.
+        """
         clock = StepClock(self.device)
         for part in self.parts:
             part.before_step()
         microbatches = self.batches.next_step()
         loss_scale = self.loss_scale.value
-        result = self._optimize(microbatches, on_phase=clock.enter)
+        result = self._optimize(microbatches, on_phase=clock.enter, may_update=may_update)
         num_tokens = sum(microbatch.tokens_BS.numel() for microbatch in microbatches) * self.plan.dp
         self.progress.step += 1
         self.progress.tokens += num_tokens
@@ -373,6 +381,8 @@ class Trainer:
             clock=clock,
             values=values,
             microbatches=microbatches,
+            updated=result.updated,
+            own_loss=self.engine.own_loss,
             position=self.batches.state_dict(),
         )
 
@@ -380,16 +390,16 @@ class Trainer:
         """Read the results of the steps that are under way, and hand them to the parts; return a bad step, if any.
 
         The newest stays under way if no part needs its results yet and the device may run ahead. So do the steps after
-        a bad one. All ranks decide alike, because they decide by the same numbers.
+        one that makes the run go back. All ranks decide alike, because they decide by the same numbers.
         """
         must_finish = any(part.is_due(self.progress.step) for part in self.parts)
         asked_to_stop = False
-        while len(under_way) > (0 if must_finish or asked_to_stop else self._steps_ahead):
-            begun = under_way.popleft()
-            seconds = begun.clock.seconds()  # waits for the device
-            values = begun.values.read()
-            if not (values.updated or under_way or values.overflowed(begun.loss_scale)):
-                values = self.repeats.again(begun, values)
+        was_held = False  # by the step before it, so that it has updated nothing
+        while len(under_way) > (0 if must_finish or asked_to_stop or was_held else self._steps_ahead):
+            first = under_way.popleft()
+            seconds = first.clock.seconds()  # waits for the device
+            begun, values = self.repeats.read(first, was_held=was_held)
+            was_held = begun is not first
             asked_to_stop = asked_to_stop or bool(values.reported[ASKED_TO_STOP])
             self.loss_scale.update(finite=values.updated)
             self._last_loss = values.loss
@@ -405,6 +415,8 @@ class Trainer:
                 seconds=seconds,
                 values=values,
                 microbatches=begun.microbatches,
+                own_loss=begun.own_loss,
+                taken_again=begun is not first,
                 measured={**values.measured.values, **self.reports.recorded(values.reported)},
                 position=begun.position,
                 is_newest=not under_way,
@@ -416,10 +428,11 @@ class Trainer:
                 return step.bad
         return None
 
-    def _take_again(self, begun: StepUnderWay) -> StepValues:
-        """Take the newest step again, which has updated no weight."""
+    def _begin_again(self, begun: StepUnderWay) -> StepUnderWay:
+        """Give the device the work of a step again which has updated no weight, like those after it."""
         result = self._optimize(begun.microbatches, step=begun.step)
-        return ValuesUnderWay(result, Reports(), self.engine.model, self.plan, self.device).read()
+        values = ValuesUnderWay(result, Reports(), self.engine.model, self.plan, self.device)
+        return replace(begun, values=values, updated=result.updated, own_loss=self.engine.own_loss)
 
     def _optimize(
         self,
@@ -427,6 +440,7 @@ class Trainer:
         on_phase: Callable[[Phase], None] = lambda phase: None,
         *,
         step: int | None = None,
+        may_update: Tensor | None = None,
     ) -> StepResult:
         """Train on this rank's share of a step; by default, of the one after ``progress.step``."""
         training = self.config.training
@@ -440,6 +454,7 @@ class Trainer:
             max_grad_norm=training.max_grad_norm,
             loss_scale=self.loss_scale.value,
             on_phase=on_phase,
+            may_update=may_update,
         )
 
     def _seed_dropout(self, step: int) -> None:

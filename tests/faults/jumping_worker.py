@@ -24,13 +24,13 @@ class JumpingDatetime(datetime.datetime):
         return datetime.datetime.now(tz) + datetime.timedelta(seconds=offset)
 
 
-def begin_and_jump(trainer):
+def begin_and_jump(trainer, may_update):
     global offset  # noqa: PLW0603
     if trainer.step >= 2:
         offset = float(seconds)
     if trainer.step + 1 == int(end):
         os.kill(os.getpid(), signal.SIGKILL)
-    return begin_step(trainer)
+    return begin_step(trainer, may_update)
 
 
 if os.environ["RANK"] == rank:

@@ -97,7 +97,7 @@ def trained(plan, spec, dtype, objective):
         model.initialize_weights(seed=1)
         initial = weights_of(model)
         losses, norms, _ = zip(*(take_step(model, step, phases.append) for step in range(NUM_STEPS)), strict=True)
-        evaluation = model.evaluate(held_out_microbatches(plan, objective=objective)).losses
+        evaluation, _ = model.evaluate(held_out_microbatches(plan, objective=objective))
         answers = None
         if isinstance(objective, PreferenceObjective):
             rows = held_out_microbatches(plan)

@@ -95,7 +95,7 @@ class HeldOut(LoopPart):
 
     def _rows_of(self, batches: Iterable[Batch]) -> HeldOutRows:
         microbatches = [piece for batch in batches for piece in self._inputs.on_device(batch)]
-        return self._engine.evaluate(microbatches) if microbatches else HeldOutRows((), ())
+        return HeldOutRows.of(*self._engine.evaluate(microbatches)) if microbatches else HeldOutRows((), ())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses after this step, which rank its checkpoint; None if it was not evaluated."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from llama_core.config.settings import UNNAMED
 from llama_core.models.batch import Batch
 from llama_core.records.held_out import HeldOutRows
@@ -86,6 +88,10 @@ class FinishedStep:
     values: StepValues
     microbatches: Sequence[Batch]
     """This rank's share of its data, on its device."""
+    own_loss: Tensor
+    """The sum of the losses that this rank has computed, a scalar on the device."""
+    taken_again: bool
+    """Whether it was taken again after the parts were told that it has begun."""
     position: Mapping[str, Any]
     """The position in the data after it."""
     is_newest: bool

@@ -79,7 +79,8 @@ class ReplicaCheck(LoopPart):
             return
         hashes = [step.values.of_ranks[name] for name in self._report if name in step.values.of_ranks]
         is_saved = step.is_newest and (step.asked_to_stop or self._is_due(step.step))
-        if not hashes and (is_saved or step.bad or step.spike or not step.is_sound):
+        is_stale = step.taken_again and hashes  # they are those of the weights before it was taken again
+        if is_stale or (not hashes and (is_saved or step.bad or step.spike or not step.is_sound)):
             hashes = [of_every_rank(int(value)) for value in self._own_hashes()]
         if not hashes:
             return

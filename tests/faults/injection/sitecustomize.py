@@ -81,9 +81,9 @@ class Injector:
         """Return a ``Trainer._begin_step`` that counts."""
 
         @functools.wraps(begin_step)
-        def call(trainer):
+        def call(trainer, may_update):
             self.step, self.begun = trainer.step + 1, self.begun + 1
-            return begin_step(trainer)
+            return begin_step(trainer, may_update)
 
         return call
 
