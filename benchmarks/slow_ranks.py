@@ -255,11 +255,13 @@ class CleanRun:
     """How often a rank is named while it trains, by how long its product takes."""
     by_core_wait: int
     """The same by how long it was ready without a core."""
+    told: tuple[str, ...]
+    """A sentence about each, with the rank and the step."""
 
     @property
     def is_calm(self) -> bool:
         """Whether no rank is named."""
-        return not (self.before_first_step or self.by_product or self.by_core_wait)
+        return not self.told
 
 
 def runs(options: argparse.Namespace) -> tuple[Any, str]:
@@ -274,7 +276,7 @@ def runs(options: argparse.Namespace) -> tuple[Any, str]:
             sys.stdout.write(f"run {number + 1}: {made[-1]}\n")
             sys.stdout.flush()
     lines = [
-        f"{_machine()}; {now()[:10]}. {options.ranks} ranks of one core each, {options.steps:,} steps.",
+        f"{_machine()}; {now()[:10]}. {options.ranks} ranks, {options.steps:,} steps.",
         "",
         "| the machine | cores that others have, mean | runs | looks | named before the first step | by the product "
         "| by the wait for a core | runs with an alarm, at most (95 %) |",
@@ -295,7 +297,7 @@ def _cells(made: Sequence[CleanRun]) -> Iterator[str]:
     for name in ("before_first_step", "by_product", "by_core_wait"):
         yield str(sum(getattr(one, name) for one in made))
     disturbed = sum(not one.is_calm for one in made)
-    yield f"{disturbed / len(made):.0%}, {upper_bound(disturbed, len(made)):.0%}"
+    yield f"{100 * disturbed / len(made):.0f} %, {100 * upper_bound(disturbed, len(made)):.0f} %"
 
 
 def upper_bound(found: int, tried: int, error: float = 0.05) -> float:
@@ -323,14 +325,16 @@ def _clean_run(folder: Path, number: int, options: argparse.Namespace, num_busy:
     with neighbours(num_busy) if num_busy else nullcontext():
         run = _trained(folder, f"run-{number}", options.ranks, options.steps)
     named = [one for one in read_stragglers(run) if not one.is_over]
+    before = [one for record in read_preflights(run) for one in record.named]
     return CleanRun(
         is_loaded=num_busy > 0,
         busy_cores=busy_cores,
         seconds=time.monotonic() - began,
         looks=sum(value is not None for value in read_metrics(run).column(SLOWEST_DEVICE).to_pylist()),
-        before_first_step=sum(len(record.named) for record in read_preflights(run)),
+        before_first_step=len(before),
         by_product=sum(one.signal == PRODUCT for one in named),
         by_core_wait=sum(one.signal == CORE_WAIT for one in named),
+        told=tuple(map(str, (*before, *named))),
     )
 
 
@@ -380,7 +384,7 @@ def overhead(options: argparse.Namespace) -> tuple[Any, str]:
     usual = statistics.median(ratios)
     step_ms = 1e3 * (turns["began"][-1] - turns["began"][0]) / (len(turns["began"]) - 1)
     lines = [
-        f"{_machine()}; {now()[:10]}. {options.ranks} ranks of one core each.",
+        f"{_machine()}; {now()[:10]}. {options.ranks} ranks.",
         "",
         "| pairs of turns | steps of each | a step, ms | steps between looks | CPU of looks | time with looks over "
         "without: median | at least | at most (95 %) |",

@@ -122,6 +122,8 @@ def test_real_runs_are_counted_and_their_tables_put_on_a_page(tmp_path, monkeypa
     runs = json.loads((tmp_path / "slow_ranks_runs.json").read_text())
     assert [run["is_loaded"] for run in runs] == [False, True]
     assert all(run["looks"] > 0 for run in runs)
+    counts = ("before_first_step", "by_product", "by_core_wait")
+    assert all(len(run["told"]) == sum(run[count] for count in counts) for run in runs)
     text = page.read_text()
     assert "| as it is |" in text
     assert "| beside " in text
