@@ -182,6 +182,7 @@ def test_a_step_without_a_loss_that_overflows_when_it_is_taken_again_is_an_overf
     assert ends[1] == ends[0]
 
 
+@pytest.mark.wide
 def test_a_bit_that_flips_when_a_step_is_taken_again_is_found_after_it(tmp_path):
     run = new_run(tmp_path / "run")
     for reason in run_ranks(2, flip_when_taken_again, run.path):
