@@ -1,10 +1,11 @@
-"""Units of bytes, counts, FLOPs and durations, functions that format them, and the divisors of a count.
+"""Units of bytes, counts, FLOPs and durations, functions that format them and lists, and the divisors of a count.
 
 Values are in plain bytes and seconds; units appear only in printed text.
 GB is 1e9 bytes (data sheets), GiB is 2**30 bytes (allocators).
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from decimal import Decimal
 
@@ -31,6 +32,12 @@ def format_count(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f}{suffix}"
     return f"{count:.0f}"
+
+
+def listed(items: Sequence[object], most: int, between: str = " and ") -> str:
+    """Return the first items as text, and how many more there are than ``most``."""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return between.join([*map(str, items[:most]), *more])
 
 
 def counted(number: int, one: str, ending: str = "s") -> str:

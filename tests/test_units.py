@@ -1,6 +1,6 @@
 import pytest
 
-from llama_core.units import format_bytes, format_count, format_duration, parse_count, parse_whole_count
+from llama_core.units import format_bytes, format_count, format_duration, listed, parse_count, parse_whole_count
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,8 @@ def test_a_count_with_a_suffix_is_exact(text, count):
 def test_what_is_no_count_is_refused(text):
     with pytest.raises(ValueError):
         parse_whole_count(text)
+
+
+def test_of_a_long_list_the_first_items_are_told_and_the_number_of_the_others():
+    assert [listed(range(number), 2) for number in range(4)] == ["", "0", "0 and 1", "0 and 1 and 1 more"]
+    assert listed("abc", 1, between="; ") == "a; 2 more"

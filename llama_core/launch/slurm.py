@@ -28,6 +28,8 @@ ENDED = frozenset(
      "REVOKED", "SPECIAL_EXIT", "TIMEOUT", "UNKNOWN")
 )  # fmt: skip
 """Final states of a job; a job that is queued again goes from COMPLETING to PENDING."""
+_NONE = "(null)"
+"""How ``scontrol`` writes a list without nodes."""
 
 
 def job_status(job_id: str, name: str) -> JobStatus | None:
@@ -61,15 +63,21 @@ def array_statuses(array_id: str, name: str) -> dict[str, JobStatus] | None:
 
 def _status(shown: str, name: str) -> JobStatus:
     """Return the status in a line of ``scontrol show job``."""
-    fields: dict[str, str] = {}
-    for key, value in re.findall(r"(?<!\S)(JobName|JobState|Reason|PreemptTime)=(\S+)", shown):
-        fields.setdefault(key, value)  # a later match is part of a path
+    fields = _fields(shown, "JobName", "JobState", "Reason", "PreemptTime")
     if fields.get("JobName") != name:
         return JobStatus("UNKNOWN")
     is_preempted = fields.get("PreemptTime", "None") != "None"
     reason = fields.get("Reason", "").removeprefix("None")  # Slurm has not considered the job yet, or it runs
     script = re.search(r" Command=(.*?) WorkDir=", shown)  # a path may hold spaces
     return JobStatus(fields.get("JobState", "UNKNOWN"), reason, is_preempted, script[1] if script else "")
+
+
+def _fields(shown: str, *names: str) -> dict[str, str]:
+    """Return the values of some fields in a line of ``scontrol show job``, by name, without those that it lacks."""
+    fields: dict[str, str] = {}
+    for name, value in re.findall(rf"(?<!\S)({'|'.join(names)})=(\S+)", shown):
+        fields.setdefault(name, value)  # a later match is part of a path
+    return fields
 
 
 def _indices(written: str) -> Iterator[int]:
@@ -127,8 +135,8 @@ def queued_job(user: int, name: str, comment: str) -> str | None:
 def nodes_of(job_id: str) -> list[str]:
     """Return the nodes that a running job has now; empty if Slurm does not answer. Lost ones are no longer its own."""
     shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
-    listed = re.search(r"(?<!\S)NodeList=(?!\(null\))(\S+)", shown.stdout) if shown else None
-    return hosts(listed[1]) if listed else []
+    nodes = _fields(shown.stdout, "NodeList").get("NodeList", _NONE) if shown else _NONE
+    return [] if nodes == _NONE else hosts(nodes)
 
 
 def hosts(abbreviated: str) -> list[str]:
@@ -158,7 +166,7 @@ def announced_seconds(save_timeout_s: int, limit_seconds: int) -> int:
 def nears_limit(job_id: str, save_timeout_s: float) -> bool:
     """Return whether Slurm has told the ranks of a running job of its time limit, which it does once, or soon will."""
     shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
-    fields = dict(re.findall(r"(?<!\S)(RunTime|TimeLimit)=(\S+)", shown.stdout)) if shown else {}
+    fields = _fields(shown.stdout, "RunTime", "TimeLimit") if shown else {}
     seconds = {name: _seconds(written) for name, written in fields.items()}
     run = seconds.get("RunTime")
     limit = seconds.get("TimeLimit")
@@ -195,10 +203,10 @@ def exclude(job_id: str, nodes: Sequence[str]) -> bool:
         shown = _slurm("scontrol", "--oneliner", "show", "job", job_id)
         if shown is None or shown.returncode:  # what is excluded already would be lost
             return False
-        before = re.search(r"(?<!\S)ExcNodeList=(?!\(null\))(\S+)", shown.stdout)
-        known = hosts(before[1]) if before else []
+        before = _fields(shown.stdout, "ExcNodeList").get("ExcNodeList", _NONE)
+        known = [] if before == _NONE else hosts(before)
         further = [node for node in nodes if node not in known]
-        excluded = ",".join([*([before[1]] if before else []), *further])
+        excluded = ",".join([*([] if before == _NONE else [before]), *further])
         return not further or _agrees(_slurm("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from llama_core.records.directory import RunDirectory
 from llama_core.records.files import checked_record, read_json, write_json
+from llama_core.units import listed
 
 MAX_NAMED = 4
 """Most ranks that a line names with their nodes."""
@@ -32,8 +33,7 @@ class Suspect:
 
 def named(suspects: Sequence[Suspect]) -> str:
     """Return the ranks in words; of many, the first ones."""
-    who = " and ".join(map(str, suspects[:MAX_NAMED]))
-    return f"{who} and {len(suspects) - MAX_NAMED} more" if len(suspects) > MAX_NAMED else who
+    return listed(suspects, MAX_NAMED)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from llama_core.records.files import timestamp, write_json
 from llama_core.records.job import JobRecord
 from llama_core.records.preflight import read_preflights
 from llama_core.records.stragglers import Straggler, read_stragglers, still_behind
-from llama_core.units import counted
+from llama_core.units import counted, listed
 
 MAX_EXCLUDED_SHARE = 1 / 8
 """The share of its nodes that a job may exclude, and at least one: if more fall behind, the others are the odd ones, or
@@ -149,8 +149,8 @@ def start_again(
         if len(excluded_nodes(run, job).union(slow)) <= max_excluded:
             nodes = slow
         limit = "" if nodes else f", which the job keeps, as it may leave out {counted(max_excluded, 'node')} in all"
-        named = [*map(str, behind[:MAX_NAMED]), *([f"{len(behind) - MAX_NAMED} more"] if behind[MAX_NAMED:] else [])]
-        verdict = replace(verdict, reason=f"{verdict.reason}; {'; '.join(named)}{limit}")
+        named = listed(behind, MAX_NAMED, between="; ")
+        verdict = replace(verdict, reason=f"{verdict.reason}; {named}{limit}")
     return _queued_again(run, job, attempt, verdict, surroundings, without=nodes)
 
 

@@ -88,7 +88,8 @@ class Repeats(LoopPart):
 
     def after_step(self, step: FinishedStep) -> None:
         """Blame a device, in place of the data of a bad step, if it computes another loss of them than others do."""
-        step.mended, self._mended = self._mended, None
+        step.mended = self._mended
+        self._mended = None
         if step.bad is None or step.bad.suspects or self._plan.dp == 1:
             return
         worst = self._worst_replica(float(step.own_loss))
